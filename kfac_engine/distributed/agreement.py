@@ -72,14 +72,14 @@ class Agreement:
         self._operations.append(name)
         try:
             if begins:
-                self._meet()
+                self._vote()
             yield
             if ends:
-                self._meet()
+                self._vote()
         except Exception as error:
             if raised_by_all_ranks(error) or hasattr(error, _ALONE):
                 raise
-            self._meet(error=error)
+            self._vote(error=error)
         finally:
             self._operations.pop()
 
@@ -93,7 +93,7 @@ class Agreement:
         if self.alone:
             return np.array([numbers], np.float64)
         count, starts = len(numbers), range(0, len(numbers), _NUMBERS)
-        tables = [self._meet(numbers[start : start + _NUMBERS], count=count) for start in starts]
+        tables = [self._vote(numbers[start : start + _NUMBERS], count=count) for start in starts]
         return np.concatenate(tables, axis=1)[:, :count]
 
     def sum(self, *numbers: float) -> tuple[float, ...]:
@@ -150,7 +150,7 @@ class Agreement:
         setattr(error, _MARK, True)
         raise error
 
-    def _meet(
+    def _vote(
         self, numbers: Sequence[float] = (), error: Exception | None = None, *, count: int = 0
     ) -> Array:
         """Vote: return numbers of all ranks, a part of ``count``, or raise the error of a rank."""

@@ -73,6 +73,8 @@ class TracedParts:
         parts: The parts.
         evaluate: Evaluates a part.
         axes: The axes of the examples.
+        releases: Whether values of a trace may be released after they were measured.
+        seen: The targets of a single part, after an exchange of sizes; None before.
         size: Size of the batch of all processes, which ``count`` sets.
         measured: Number of examples of all parts and processes, which ``count`` sets.
         rows: For each part, the rows of this process in the batch, which ``count`` sets.
@@ -81,6 +83,8 @@ class TracedParts:
     parts: Sequence[Batch]
     evaluate: Callable[[Mapping[str, Array], Targets], Trace]
     axes: ExampleAxes
+    releases: bool = True
+    seen: Observation | None = None
     size: BatchSize = field(init=False)
     measured: int = field(init=False)
     rows: Sequence[Rows] = field(init=False)
@@ -89,11 +93,18 @@ class TracedParts:
     @classmethod
     def of(cls, trace: Trace, axes: ExampleAxes) -> "TracedParts":
         """Return a batch that is evaluated already, as one part."""
-        return cls([({}, None)], lambda inputs, targets: trace, axes)
+        return cls([({}, None)], lambda inputs, targets: trace, axes, releases=False)
 
-    def first(self) -> Trace:
-        """Return the evaluation of the first part."""
-        return self.evaluate(*self.parts[0])
+    def __post_init__(self) -> None:
+        """Evaluate a single part."""
+        if len(self.parts) == 1:
+            self.each(lambda trace: None)
+
+    @property
+    def only(self) -> Trace:
+        """The evaluation of a batch of one part."""
+        assert self._only is not None, "a batch of one part"
+        return self._only
 
     def each(self, do: Callable[[Trace], None]) -> None:
         """Call a function with the evaluation of each part, one after the other."""
@@ -113,20 +124,20 @@ class TracedParts:
     def count(
         self,
         shards: BatchShards,
-        meet: Callable[[Trace], Observation],
+        exchange: Callable[[Trace], Observation],
         examples: int | None = None,
     ) -> None:
         """Evaluate all parts, and set what follows from all of them; a collective call.
 
-        ``meet`` exchanges the sizes of a part. ``examples`` is the number of examples of the batch
-        of this process, if the parts have only some of them; the size is then the size of a batch
-        of as many.
+        ``exchange`` exchanges the sizes of a part. ``examples`` is the number of examples of the
+        batch of this process, if the parts have only some of them; the size is then the size of a
+        batch of as many.
         """
         sizes: list[BatchSize] = []
         placed: list[Rows] = []
 
         def add(trace: Trace) -> None:
-            sizes.append(meet(trace).whole)
+            sizes.append(exchange(trace).whole)
             count = sizes[-1].examples
             placed.append(Rows(0, count, count) if shards.alone else shards.rows)
 

@@ -241,22 +241,26 @@ class BatchPasses:
 
     def gradients(
         self,
-        parts: Sequence[Batch],
+        traced: TracedParts,
         update_buffers: bool,
         residuals: Residuals | None = None,
         features: FeaturePowers | None = None,
+        outputs: Sequence[str] | None = None,
     ) -> BackwardResult:
-        """Differentiate the shard of a batch, which consists of ``parts``.
+        """Differentiate the shard of a batch.
 
-        ``residuals`` receives the residuals of this process, and ``features`` the powers of the
-        features that layers read.
+        The result has gradients of ``outputs`` as well, if the batch has one part; see
+        ``run_backward``. ``residuals`` receives the residuals of this process, and ``features`` the
+        powers of the features that layers read.
         """
+        count = len(traced.parts)
+        read = outputs if count == 1 else None
         notes: dict[str, None] = {}
         buffers: list[tuple[int, Mapping[str, Array]]] = []
 
         def differentiate(trace: Trace, observation: Observation) -> BackwardResult:
-            backward = self.differentiate(
-                trace, observation, residuals=residuals, update_buffers=update_buffers
+            backward = self._differentiate(
+                trace, observation, read, residuals, update_buffers=update_buffers
             )
             if update_buffers:
                 buffers.append((self.objective.examples(trace), backward.buffers))
@@ -266,17 +270,16 @@ class BatchPasses:
                 features.add(trace, self.objective.examples(trace), weights)
             return backward
 
-        backward = self._joined(self.traced(parts), differentiate)
-        joined = self._model.joined_buffers(buffers[-len(parts) :])
-        gradients, outputs = backward.gradients, backward.outputs
-        return BackwardResult(backward.loss, gradients, outputs, joined, tuple(notes))
+        backward = self._joined(traced, differentiate)
+        joined = self._model.joined_buffers(buffers[-count:])
+        return backward._replace(buffers=joined, notes=tuple(notes))
 
-    def differentiate(
+    def _differentiate(
         self,
         trace: Trace,
         observation: Observation,
-        outputs: Sequence[str] | None = None,
-        residuals: Residuals | None = None,
+        outputs: Sequence[str] | None,
+        residuals: Residuals | None,
         *,
         update_buffers: bool,
     ) -> BackwardResult:
@@ -378,7 +381,9 @@ class BatchPasses:
         ranks: list[tuple[int, ...]] = []
 
         def add(trace: Trace) -> None:
-            observation = self.shards.meet(trace, self.observe(trace))
+            observation = self.shards.exchange_sizes(trace, self.observe(trace))
+            if len(traced.parts) == 1:
+                traced.seen = observation
             sizes.append(observation.whole)
             ranks.append(self.shards.counts)
             if len(traced.parts) > 1:

@@ -33,8 +33,9 @@ class BatchShards:
         agreement: The operations of all ranks.
         communicator: The ranks.
         alone: Whether there is one rank.
-        rows: The rows of this rank in the batch, or the part of a batch, of the latest ``meet``.
+        rows: The rows of this rank in the latest batch, or part of a batch.
         counts: Number of examples of each rank in the latest batch.
+        state: Returns what all ranks must have alike when they exchange sizes, by name.
     """
 
     def __init__(
@@ -47,8 +48,9 @@ class BatchShards:
         self.communicator, self.alone = self.agreement.communicator, self.agreement.alone
         self.rows = Rows(0, 0, 0)
         self.counts: tuple[int, ...] = ()
+        self.state: Callable[[], Mapping[str, str]] = dict
         self._objective, self._parameters = objective, parameters
-        self._meetings = 0
+        self._exchanges = 0
 
     @contextmanager
     def computing(self, name: str) -> Iterator[None]:
@@ -56,12 +58,8 @@ class BatchShards:
         with single_threaded_blas(), quiet(), self.agreement.operation(name):
             yield
 
-    def meet(
-        self,
-        trace: Trace,
-        observation: Observation,
-        examples: int | None = None,
-        equal: Mapping[str, str] | None = None,
+    def exchange_sizes(
+        self, trace: Trace, observation: Observation, examples: int | None = None
     ) -> Observation:
         """Exchange the sizes of the shards of a batch; at times, compare the parameters.
 
@@ -69,14 +67,13 @@ class BatchShards:
             trace: The shard of this rank, or a part of it.
             observation: Its targets.
             examples: Number of examples of the shard, if the trace has a part of them.
-            equal: Values as for ``Agreement.require_equal``, in the same message.
 
         Returns:
             The observation as a part of the whole batch.
 
         Raises:
             ShapeError: Ranks have different numbers of positions for each example.
-            RankError: Values of ``equal``, or parameters, differ between ranks.
+            RankError: The state, or parameters, differ between ranks.
             KfacError: A rank has failed.
         """
         size = observation.size
@@ -84,13 +81,13 @@ class BatchShards:
         if self.alone:
             self.counts = (count,)
             return observation.within(size.of_examples(count))
-        equal = dict(equal or {})
-        if self._meetings % _CHECKED_EVERY == 0:
+        equal = dict(self.state())
+        if self._exchanges % _CHECKED_EVERY == 0:
             equal |= parameter_checksums(self._parameters())
         sums = checksums(equal)
         sizes = size.examples, self._objective.positions(trace), count, *sums, *size.totals
         table = self.agreement.of_all(*sizes)
-        self._meetings += 1  # on all ranks or none
+        self._exchanges += 1  # on all ranks or none
         self.agreement.refuse_unequal(list(equal), table[:, 3 : 3 + len(sums)])
         counts, positions, shards = table[:, :3].T
         others = np.flatnonzero(positions != positions[0])

@@ -16,7 +16,6 @@ from kfac_engine.curvature.block_products import Product
 from kfac_engine.curvature.covariance_updates import MeasuredBatch
 from kfac_engine.curvature.estimator import FisherEstimator
 from kfac_engine.curvature.factors.base import FisherFactor
-from kfac_engine.curvature.factors.measurement import LetGo
 from kfac_engine.curvature.factors.row_weights import ExampleWeights
 from kfac_engine.curvature.factors.updater import Measurements, Update
 from kfac_engine.curvature.schedule import Planner
@@ -67,6 +66,7 @@ class BlockFisher:
         self.estimator = estimator
         self._assembly, self._passes, self._settings = assembly, passes, settings
         self._shards = passes.shards
+        self._shards.state = self._state
         distribution = DISTRIBUTIONS[assembly.options.distribution]
         self.distribution = distribution(self._shards, assembly, estimator, reports)
         if not self._shards.alone:
@@ -105,59 +105,49 @@ class BlockFisher:
         """Values whose gradients of the training loss ``measure`` reads; None in most modes."""
         return self.estimator.differentiated if self.estimator.reads_gradients else None
 
-    def meet(
-        self, trace: Trace, observation: Observation, examples: int | None = None
-    ) -> Observation:
-        """Exchange the sizes of shards, which determine the draws of random targets."""
-        if self._shards.alone:
-            return self._shards.meet(trace, observation, examples)
-        state = f"{self._settings()} {self.estimator.rng.bit_generator.state}"
-        whole = self._shards.meet(trace, observation, examples, {_STATE: state})
-        self.estimator.rows = self._shards.rows
-        return whole
-
     def measure(
         self,
-        trace: Trace,
-        observation: Observation,
-        release: LetGo | None = None,
+        traced: TracedParts,
         gradients: dict[str, Array] | None = None,
+        examples: int | None = None,
         *,
         by_example: bool = True,
-    ) -> Update:
-        """Measure the statistics of a shard; no average changes before ``commit``.
+    ) -> Update | None:
+        """Measure the statistics of the shard of a batch; no average changes before ``commit``.
 
-        ``observation`` is a result of ``meet``. ``release`` receives names of values that are not
-        read any more. ``gradients`` are the gradients of ``outputs``, if the caller has computed
-        them. With ``by_example``, gradients of single examples are measured as well.
+        Several parts are evaluated twice: the first pass counts their examples and predictions,
+        and the parts draw the random targets of the whole batch. ``gradients`` are the gradients of
+        ``outputs``, if the caller has computed them. ``examples`` is the number of examples of the
+        batch, if the parts have only some of them; the result is then None if no target of them
+        counts for a loss that has others in the latest batch. With ``by_example``, gradients of
+        single examples are measured as well.
         """
-        objective = self._passes.objective
-        self._require_examples()
-        scales = objective.fisher_scales(observation)
-        weights = self._example_weights(trace, observation)
-        batch = MeasuredBatch(trace, scales, weights, absent=observation.whole.absent)
-        with self._passes.explained(trace):
+        self._assembly.task.require_examples("statistics of curvature need")
+        if len(traced.parts) > 1:
+            return self._measure_parts(traced, examples, by_example=by_example)
+        passes, trace = self._passes, traced.only
+        seen = traced.seen or self._exchange(trace, examples)
+        if examples is not None and not seen.whole.absent <= passes.absent:
+            return None
+        self._set_rows()
+        scales = passes.objective.fisher_scales(seen)
+        weights = self._example_weights(trace, seen)
+        batch = MeasuredBatch(trace, scales, weights, absent=seen.whole.absent)
+        release = trace.release if traced.releases else None
+        with passes.explained(trace):
             return self.estimator.statistics.measure(
                 batch, release, gradients, by_example=by_example
             )
 
-    def measure_parts(
-        self, traced: TracedParts, examples: int | None = None, *, by_example: bool = True
+    def _measure_parts(
+        self, traced: TracedParts, examples: int | None, *, by_example: bool
     ) -> Update | None:
         """Measure the statistics of a batch in parts, with the random targets of the whole batch.
 
-        The parts are evaluated twice: the first pass counts their examples and predictions.
-        ``examples`` is the number of examples of the batch, if the parts have only some of them;
-        the result is then None if no target of them counts for a loss that has others in the latest
-        batch. ``by_example`` is as for ``measure``.
+        Arguments and result are as for ``measure``.
         """
         estimator, passes = self.estimator, self._passes
-        self._require_examples()
-
-        def meet(trace: Trace) -> Observation:
-            return self.meet(trace, passes.observe(trace, targets=False))
-
-        traced.count(self._shards, meet, examples)
+        traced.count(self._shards, self._exchange, examples)
         if examples is not None and not traced.size.absent <= passes.absent:
             return None
         self.place_draws()
@@ -169,7 +159,8 @@ class BlockFisher:
             start = bits.state
 
             def add(trace: Trace) -> None:
-                part, observation = next(rows), meet(trace)
+                part, observation = next(rows), self._exchange(trace)
+                self._set_rows()
                 scales = passes.objective.fisher_scales(observation.within(traced.size))
                 weighted = MeasuredBatch(trace, scales, self._example_weights(trace, observation))
                 if alike:
@@ -181,7 +172,8 @@ class BlockFisher:
             try:
                 traced.each(add)
             finally:
-                estimator.rows = None if self._shards.alone else self._shards.rows
+                estimator.rows = None
+                self._set_rows()
                 if bases:
                     bits.state = start
             return sums
@@ -203,24 +195,16 @@ class BlockFisher:
         """Measure a batch, and commit its statistics, in a ``transaction`` of the caller.
 
         ``batch`` is the evaluation of the batch, or its parts. ``examples`` and ``by_example`` are
-        as for ``measure_parts``. A ``decay`` of None is the decay of the estimator. Return whether
+        as for ``measure``. A ``decay`` of None is the decay of the estimator. Return whether
         targets count, so that the averages have changed.
         """
-        traced = self._passes.traced(batch)
-        if len(traced.parts) > 1:
-            self.wait()
-            update = self.measure_parts(traced, examples, by_example=by_example)
-        else:
-            trace = traced.first()
-            seen = self.meet(trace, self._passes.observe(trace, targets=False), examples)
-            self.wait()
-            counts = examples is None or seen.whole.absent <= self._passes.absent
-            update = self.measure(trace, seen, by_example=by_example) if counts else None
-        if update is not None:
-            _, _, update = self.agree(0.0, update)
-            self.commit(update, decay=decay)
-            return True
-        return False
+        self.wait()
+        update = self.measure(self._passes.traced(batch), examples=examples, by_example=by_example)
+        if update is None:
+            return False
+        _, _, update = self.agree(0.0, update)
+        self.commit(update, decay=decay)
+        return True
 
     def agree(
         self,
@@ -228,8 +212,8 @@ class BlockFisher:
         update: Update | None,
         gradients: Mapping[str, Array] | None = None,
     ) -> tuple[float, float | None, Update | None]:
-        """Meet all processes before ``commit``; see ``Distribution.meet``."""
-        return self.distribution.meet(loss, update, gradients or {})
+        """Exchange losses and counts before ``commit``; see ``Distribution.exchange_losses``."""
+        return self.distribution.exchange_losses(loss, update, gradients or {})
 
     def commit(
         self,
@@ -300,8 +284,19 @@ class BlockFisher:
 
     # -- private ----------------------------------------------------------------------------------
 
-    def _require_examples(self) -> None:
-        self._assembly.task.require_examples("statistics of curvature need")
+    def _exchange(self, trace: Trace, examples: int | None = None) -> Observation:
+        """Exchange the sizes of shards, which determine the draws of random targets."""
+        observed = self._passes.observe(trace, targets=False)
+        return self._shards.exchange_sizes(trace, observed, examples)
+
+    def _set_rows(self) -> None:
+        """Let statistics draw the rows of this process in the latest batch."""
+        if not self._shards.alone:
+            self.estimator.rows = self._shards.rows
+
+    def _state(self) -> Mapping[str, str]:
+        """Return what all processes must have alike in a call, by name."""
+        return {_STATE: f"{self._settings()} {self.estimator.rng.bit_generator.state}"}
 
     def _example_weights(self, trace: Trace, observation: Observation) -> ExampleWeights | None:
         """Return the weights of the examples; None if no target has a weight."""

@@ -60,10 +60,10 @@ class CurvatureProducts:
         self._arrays, self._traced, self._shards = arrays, traced, shards
         objective = self._objective = assembly.task.objective
 
-        def meet(trace: Trace) -> Observation:
-            return shards.meet(trace, objective.observe(trace, targets=False))
+        def exchange(trace: Trace) -> Observation:
+            return shards.exchange_sizes(trace, objective.observe(trace, targets=False))
 
-        traced.count(shards, meet, examples)
+        traced.count(shards, exchange, examples)
         self.totals = traced.size.totals
 
     def multiply_fisher(self, vector: Mapping[str, Array]) -> dict[str, Array]:

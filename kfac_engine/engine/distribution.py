@@ -80,13 +80,13 @@ class Distribution(Division):
 
     # -- statistics -------------------------------------------------------------------------------
 
-    def meet(
+    def exchange_losses(
         self,
         loss: float,
         update: Update | None,
         gradients: Mapping[str, Array] = MappingProxyType({}),
     ) -> tuple[float, float | None, Update | None]:
-        """Meet all ranks after they have differentiated and measured their shards.
+        """Exchange losses and counts, after all ranks have differentiated and measured shards.
 
         Args:
             loss: The loss of the shard.
@@ -112,7 +112,7 @@ class Distribution(Division):
         gradients: dict[str, Array] | None,
         decay: float,
     ) -> Mapping[str, Array | Rows]:
-        """Update the averages with the update of ``meet``, and sum the gradients over the ranks.
+        """Update the averages, and sum the gradients over the ranks; see ``exchange_losses``.
 
         ``gradients`` are the gradients of the shard and may be changed; ``decay`` is the weight of
         the old averages. The result has those gradients of the batch that this rank preconditions.

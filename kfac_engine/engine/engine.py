@@ -12,7 +12,6 @@ from kfac_engine._types import Array, whole_arrays
 from kfac_engine.arguments import flag, number, one_of, whole
 from kfac_engine.compat.estimator import FisherEstimator
 from kfac_engine.curvature.block_products import Product
-from kfac_engine.curvature.factors.updater import Update
 from kfac_engine.curvature.refreshes import factor_shapes
 from kfac_engine.curvature.schedule import Schedule
 from kfac_engine.datasets.examples import Batch
@@ -20,7 +19,6 @@ from kfac_engine.datasets.forms import is_array
 from kfac_engine.distributed.agreement import Agreement
 from kfac_engine.distributed.protocol import Alone
 from kfac_engine.engine.batch_parts import Inputs, parts_of
-from kfac_engine.engine.batch_passes import BackwardResult
 from kfac_engine.engine.block_fisher import BlockFisher
 from kfac_engine.engine.build import Assembly, build
 from kfac_engine.engine.checkpoint import Accept, Expected, Extras, State, load_state, save_state
@@ -222,8 +220,17 @@ class Engine(Summarized, TrainableModel):
             self.require_memory(parts)
             self.prepare()
             moves = flag("update_buffers", update_buffers)
-            backward, update = self._measured(parts, moves, clock)
-            every, fisher, exp = backward.gradients, self.fisher, self._exps[0]
+            fisher, passes, exp = self.fisher, self._passes, self._exps[0]
+            due = self.planner.observes(self.counter)
+            with clock("forward"):
+                traced = passes.traced(parts)
+            with clock("backward"):
+                backward = passes.gradients(traced, moves, outputs=fisher.outputs if due else None)
+            fisher.wait()
+            with clock("statistics"):
+                update = fisher.measure(traced, backward.outputs) if due else None
+            del traced  # activations
+            every = backward.gradients
             loss, bound, update = fisher.agree(backward.loss, update, every)
             undo.protect(every, exp, bound, self._model.result_types)
             with clock("statistics"):
@@ -231,14 +238,12 @@ class Engine(Summarized, TrainableModel):
             with clock("inverses"):
                 fisher.refresh(self.planner, self.counter)
             # Checks of gradients that not all processes have precede the products.
-            large = bound is not None and bound > _LARGE_NORM
-            self._passes.record(loss, owned if large else {})
+            passes.record(loss, owned if (bound or 0.0) > _LARGE_NORM else {})
             in_file = self._model.to_file_layout(whole_arrays(owned))
             with clock("precondition"):
                 natural = fisher.multiply_matpower(owned, exp, tuple(every))
             if gradients == "all":
-                whole = fisher.distribution.gather(owned, every)
-                in_file = self._model.to_file_layout(whole)
+                in_file = self._model.to_file_layout(fisher.distribution.gather(owned, every))
             self._advance()
             self._model.buffers.update(backward.buffers)
             notes = (*self._standing_notes, *backward.notes)
@@ -262,23 +267,12 @@ class Engine(Summarized, TrainableModel):
             parts = self.parts(inputs, targets)
             self.require_memory(parts)
             labeled = all(getattr(t, "targets", t) is not None for _, t in parts)
-            fisher, passes, update = self.fisher, self._passes, None
-            due = self.planner.observes(self.counter)
-            if len(parts) == 1:
-                trace = passes.trace(*parts[0])
-                observation = fisher.meet(trace, passes.observe(trace, targets=labeled))
-                if labeled:
-                    passes.check_loss(trace, observation)
-                fisher.wait()
-                if due:
-                    update = fisher.measure(trace, observation, trace.release)
-            else:
-                traced = passes.traced(parts)
-                if labeled:
-                    passes.check_losses(traced)
-                fisher.wait()
-                if due:
-                    update = fisher.measure_parts(traced)
+            fisher, traced, update = self.fisher, self._passes.traced(parts), None
+            if labeled:
+                self._passes.check_losses(traced)
+            fisher.wait()
+            if self.planner.observes(self.counter):
+                update = fisher.measure(traced)
             with self.agreement.operation("move", ends=True):
                 _, _, update = fisher.agree(0.0, update)
                 fisher.commit(update)
@@ -504,34 +498,6 @@ class Engine(Summarized, TrainableModel):
             self._history.restart()
 
     # -- private -----------------------------------------------------------------------------------
-
-    def _measured(
-        self, parts: Sequence[Batch], update_buffers: bool, clock: StageClock
-    ) -> tuple[BackwardResult, Update | None]:
-        """Differentiate a batch, and measure its statistics if they are due."""
-        fisher, passes, update = self.fisher, self._passes, None
-        due = self.planner.observes(self.counter)
-        if len(parts) > 1:
-            with clock("backward"):
-                backward = passes.gradients(parts, update_buffers)
-            fisher.wait()
-            if due:
-                with clock("statistics"):
-                    update = fisher.measure_parts(passes.traced(parts))
-            return backward, update
-        with clock("forward"):
-            trace = passes.trace(*parts[0])
-        observation = fisher.meet(trace, passes.observe(trace))
-        with clock("backward"):
-            outputs = fisher.outputs if due else None
-            backward = passes.differentiate(
-                trace, observation, outputs, update_buffers=update_buffers
-            )
-        fisher.wait()
-        if due:
-            with clock("statistics"):
-                update = fisher.measure(trace, observation, trace.release, backward.outputs)
-        return backward, update
 
     def _compared_settings(self) -> str:
         """Return what all processes have alike in a call; see ``BlockFisher``."""

@@ -444,7 +444,9 @@ class TrainableModel(Sealed):
 
         The residuals of this process are measured in ``residuals``.
         """
-        backward = self._passes.gradients(parts, update_buffers, residuals, features)
+        backward = self._passes.gradients(
+            self._passes.traced(parts), update_buffers, residuals, features
+        )
         loss, residuals = self._totals(backward.loss, residuals)
         if not self._shards.alone:
             with self._shards.agreement.exchanging():

@@ -118,7 +118,7 @@ def test_errors_without_a_vote_are_noticed(monkeypatch):
 
 
 def test_ranks_that_go_on_after_an_error_of_another_are_noticed(monkeypatch):
-    def meet(agreement, numbers=(), error=None, **_):
+    def vote(agreement, numbers=(), error=None, **_):
         table = np.zeros((SIZE, 7))
         table[agreement.rank, 0] = error is not None
         table[agreement.rank, 2 : 2 + len(numbers)] = numbers
@@ -127,7 +127,7 @@ def test_ranks_that_go_on_after_an_error_of_another_are_noticed(monkeypatch):
             raise agreement._error_of(agreement.rank, error)
         return table[:, 2:]
 
-    monkeypatch.setattr(Agreement, "_meet", meet)
+    monkeypatch.setattr(Agreement, "_vote", vote)
     with pytest.raises(DesynchronizedError):
         fail_on_one_rank()
 
