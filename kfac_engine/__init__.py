@@ -139,6 +139,7 @@ if TYPE_CHECKING:
     from kfac_engine.losses import (
         CategoricalLogitsNegativeLogProbLoss as CategoricalLogitsNegativeLogProbLoss,
     )
+    from kfac_engine.losses import CausalLM as CausalLM
     from kfac_engine.losses import ElementwiseLoss as ElementwiseLoss
     from kfac_engine.losses import Huber as Huber
     from kfac_engine.losses import LossFunction as LossFunction
@@ -302,6 +303,7 @@ _HOMES = {
     "Weighted": "losses",
     "ElementwiseLoss": "losses",
     "CTC": "losses",
+    "CausalLM": "losses",
     "L1": "losses",
     "Huber": "losses",
     "Poisson": "losses",

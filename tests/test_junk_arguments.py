@@ -179,7 +179,9 @@ CALLS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]]]] = {
     },
     **{
         name: (getattr(ke, name), dict)
-        for name in ("Categorical", "MultiBernoulli", "Normal", "L1", "Huber", "Poisson", "CTC")
+        for name in (
+            "Categorical", "CausalLM", "MultiBernoulli", "Normal", "L1", "Huber", "Poisson", "CTC",
+        )
     },
     "Weighted": (ke.Weighted, lambda: {"targets": None, "weights": 1}),
     "NormalMeanNegativeLogProbLoss": (

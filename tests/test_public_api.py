@@ -128,6 +128,7 @@ PUBLIC = (
     "Weighted",
     "ElementwiseLoss",
     "CTC",
+    "CausalLM",
     "L1",
     "Huber",
     "Poisson",

@@ -34,6 +34,8 @@ class ExampleAxes:
         weights: Name of the weights of the targets among arrays by name.
         sequences: Outputs whose targets are sequences, with the examples on the first axis.
         optional: Outputs whose targets may be left out.
+        default: The input that has the targets if none are given, and the input with their weights;
+            empty without one.
 
     Attributes:
         inputs: Axes of the examples, by input name.
@@ -53,6 +55,7 @@ class ExampleAxes:
         weights: str = WEIGHTS,
         sequences: Collection[str] = (),
         optional: Collection[str] = (),
+        default: tuple[str, str] = ("", ""),
     ) -> None:
         self._weights = weights
         self.labeled = not outputs or not set(optional) >= {*outputs}
@@ -61,6 +64,7 @@ class ExampleAxes:
         self._sets = {name: i for i, each in enumerate(batch.sets) for name in each.places}
         self.inputs = dict(batch.inputs)
         self._targets = {names.get(out, out): batch.places[out].axis for out in outputs}
+        self._default = default
         self._sequences = frozenset(names.get(out, out) for out in sequences)
         folded = next((name for name in outputs if batch.places[name].repeats > 1), None)
         shared = folded and f"one axis of '{folded}' holds examples and positions"
@@ -194,7 +198,7 @@ class ExampleAxes:
             for name in self._targets
             if name in arrays and name not in self.inputs
         }
-        if not targets and not (labeled and self._targets):
+        if not targets and (not (labeled and self._targets) or self._default[0] in arrays):
             return arrays, None
         if not targets:
             names = " or ".join(f"'{name}'" for name in (TARGETS, *self._targets))
@@ -202,6 +206,18 @@ class ExampleAxes:
                 f"the targets are missing: no array is named {names}; the arrays are: {present}."
             )
         return {name: array for name, array in arrays.items() if name not in targets}, targets
+
+    @property
+    def has_default_targets(self) -> bool:
+        """Whether inputs have the targets if none are given."""
+        return bool(self._default[0])
+
+    def with_default_targets(self, inputs: Mapping[str, Array], targets: Targets) -> Targets:
+        """Return the targets, or those that the inputs have if ``targets`` is None."""
+        ids, mask = self._default
+        if targets is not None or not isinstance(inputs, Mapping) or ids not in inputs:
+            return targets
+        return Weighted(inputs[ids], inputs[mask]) if mask in inputs else inputs[ids]
 
     @property
     def outputs(self) -> tuple[str, ...]:

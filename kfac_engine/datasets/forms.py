@@ -255,10 +255,11 @@ def _whole(data: Any, axes: ExampleAxes, labeled: bool, pair: bool = False) -> B
             inputs, targets = separated(data, arrays, axes, labeled=labeled)
     elif isinstance(data, Mapping):
         inputs, targets = axes.separated(data, labeled=labeled)
-    elif labeled or not is_array(data):
+    elif (labeled and not axes.has_default_targets) or not is_array(data):
         return None
     named = {name: _opened(array) for name, array in axes.named(_opened(inputs)).items()}
-    return named, _targets(targets, axes)
+    targets = _targets(targets, axes)
+    return named, axes.with_default_targets(named, targets) if labeled else targets
 
 
 def _is_pair(data: object, axes: ExampleAxes, labeled: bool) -> bool:

@@ -181,6 +181,9 @@ class BatchPasses:
         if any(is_array(its_inputs) for its_inputs, _ in parts):
             named = self.example_axes.named
             parts = [(named(x) if is_array(x) else x, y) for x, y in parts]
+        axes = self.example_axes
+        if axes.has_default_targets:
+            parts = [(x, axes.with_default_targets(x, y)) for x, y in parts]
         return parts if loss is None else [loss.separated(*part) for part in parts]
 
     # -- values -----------------------------------------------------------------------------------

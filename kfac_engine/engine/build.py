@@ -86,7 +86,10 @@ class Task:
         weights = self.file_loss.loss.weights if self.file_loss else ""
         sequences = [head.output for head in self.heads if head.loss.sequences]
         optional = [head.output for head in self.heads if head.loss.of_residuals]
-        return ExampleAxes(self.batch, outputs, names, weights or WEIGHTS, sequences, optional)
+        default = self.heads[0].default_targets if len(self.heads) == 1 else ("", "")
+        return ExampleAxes(
+            self.batch, outputs, names, weights or WEIGHTS, sequences, optional, default
+        )
 
     def require_examples(self, what: str) -> None:
         """Refuse a loss that the file computes as a single number for the whole batch.

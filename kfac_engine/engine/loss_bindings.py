@@ -31,6 +31,9 @@ LossChoice: TypeAlias = str | LossKind | LossFunction
 LossChoices: TypeAlias = LossChoice | Sequence[LossChoice] | Mapping[str, LossChoice]
 # The reason for the choice of an output among several.
 _FINAL = "has the loss, because other outputs are only on the way to it; output=… names another"
+# Operators that choose rows of a table, and the usual names of the ids and of their mask.
+_TABLES = ("Gather", "GatherBlockQuantized")
+_IDS, _MASK = "input_ids", "attention_mask"
 # Gives a value of the model in a sample run.
 Sampled: TypeAlias = Callable[[str], Array]
 
@@ -45,12 +48,15 @@ class LossBinding:
         logits: The value that the loss reads in place of the output.
         doubt: A sentence on why the output may not be the operand of the loss; empty without
             evidence.
+        default_targets: The input that has the targets if none are given, and the input that says
+            which of them count; empty without one.
     """
 
     loss: LossFunction
     output: str
     logits: Logits | None = None
     doubt: str = ""
+    default_targets: tuple[str, str] = ("", "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,7 +268,8 @@ def bind_losses(
             else head
             for head, choice in zip(heads, choices, strict=True)
         ]
-    return tuple(_placed(head, batch.places.get(head.output)) for head in heads), batch
+    heads = [_placed(head, batch.places.get(head.output)) for head in heads]
+    return tuple(_with_default_targets(graph, facts, head) for head in heads), batch
 
 
 def _before_link(
@@ -329,14 +336,38 @@ def _is_total(head: LossBinding, facts: Mapping[str, Fact]) -> bool:
 
 def _placed(head: LossBinding, place: ExampleAxis | None) -> LossBinding:
     """Return the binding with a loss that knows the axis of the examples, if it needs it."""
-    if place is None or not head.loss.sequences:
+    if place is None or not head.loss.ordered:
         return head
     if place.repeats > 1:
         raise ShapeError(
-            f"an axis of '{head.output}' holds examples and positions, so that the sequence of an "
-            f"example is not known; give the examples an axis of their own."
+            f"an axis of '{head.output}' holds examples and positions, so that the order of the "
+            f"positions of an example is not known; give the examples an axis of their own."
         )
     return replace(head, loss=head.loss.placed(place.axis))
+
+
+def _with_default_targets(
+    graph: Graph, facts: Mapping[str, Fact], head: LossBinding
+) -> LossBinding:
+    """Return the binding with the input of token ids, and its mask, for a loss of such ids.
+
+    The ids are the input ``input_ids``, or else the only input of integers in the shape of the
+    targets that chooses rows of a table.
+    """
+    if not head.loss.predicts_inputs:
+        return head
+    shape = list(facts[head.loss.inputs[0]].shape)
+    del shape[head.loss.class_axis % len(shape)]
+    fitting = [
+        entry.name
+        for entry in graph.inputs
+        if entry.dtype.kind in "iub" and facts[entry.name].shape == tuple(shape)
+    ]
+    read = {node.inputs[1] for node in graph.nodes if node.op in _TABLES}
+    candidates = [name for name in fitting if name in read]
+    ids = _IDS if _IDS in fitting else candidates[0] if len(candidates) == 1 else ""
+    mask = _MASK if ids and _MASK in fitting else ""
+    return replace(head, default_targets=(ids, mask))
 
 
 def _check_place(head: LossBinding, facts: Mapping[str, Fact], place: ExampleAxis | None) -> None:

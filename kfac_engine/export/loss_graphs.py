@@ -14,6 +14,7 @@ from kfac_engine.graph.node_builder import NodeBuilder
 from kfac_engine.graph.structure import AttributeValue, Fact, Graph, Input, Node
 from kfac_engine.losses import (
     CategoricalLogitsNegativeLogProbLoss,
+    CausalNegativeLogProbLoss,
     HuberNegativeLogProbLoss,
     LaplaceNegativeLogProbLoss,
     LossFunction,
@@ -222,6 +223,26 @@ class _LossBuilder(NodeBuilder):
         size = self.value("Shape", targets, shape=(len(axes),), dtype="int64")
         return self.value("Expand", column, size, shape=target_shape)
 
+    def ones_like(self, value: str) -> str:
+        """Add ones of the type of the loss in the shape of a value; return their name."""
+        shape = self.facts[value].shape
+        size = self.value("Shape", value, shape=(len(shape),), dtype="int64")
+        return self.value("Expand", self.scalar(1), size, shape=shape)
+
+    def later(self, value: str, axis: int) -> str:
+        """Add the entries of a value after the first one along an axis, and zeros at the end."""
+        fact = self.facts[value]
+        kind = fact.dtype.name
+        one, rest = list(fact.shape), list(fact.shape)
+        one[axis], rest[axis] = 1, fact.shape[axis] - 1
+        places = [self.integers(k) for k in (0, 1, _NO_CLASS, axis)]
+        first = self.value(
+            "Slice", value, places[0], places[1], places[3], shape=tuple(one), dtype=kind
+        )
+        zeros = self.value("Sub", first, first, shape=tuple(one), dtype=kind)
+        others = self.value("Slice", value, *places[1:], shape=tuple(rest), dtype=kind)
+        return self.value("Concat", others, zeros, shape=fact.shape, dtype=kind, axis=axis)
+
     def reduce(self, nll: str, axis: int, weights: str | None = None) -> None:
         """Add the sum of ``nll`` over the classes on ``axis``, reduced over positions and examples.
 
@@ -268,6 +289,11 @@ def _categorical(b: _LossBuilder, term: Term) -> None:
     column = tuple(1 if i == axis else size for i, size in enumerate(shape))
     rest = [i for i in range(len(shape)) if i != axis]
     targets, counts, _ = b.observed(rest, np.dtype(np.int64))
+    if isinstance(loss, CausalNegativeLogProbLoss):
+        time = rest.index(next(i for i in rest if i != term.batch_axis.axis))
+        if counts is None:
+            counts = b.ones_like(targets)
+        targets, counts = b.later(targets, time), b.later(counts, time)
     index = b.value("Unsqueeze", targets, b.integers(axis), shape=column, dtype="int64")
     nll = _of_classes(b, term, index, column)
     if counts is not None:
@@ -425,6 +451,7 @@ def _multi_bernoulli(b: _LossBuilder, term: Term, logits: str, targets: str) -> 
 # The function that writes a loss, by class of the loss. The lookup is exact: a subclass may differ.
 LOSS_GRAPHS: dict[type[LossFunction], _LossGraph] = {
     CategoricalLogitsNegativeLogProbLoss: _categorical,
+    CausalNegativeLogProbLoss: _categorical,
     HuberNegativeLogProbLoss: _of_entries(_huber),
     LaplaceNegativeLogProbLoss: _of_entries(_laplace),
     MultiBernoulliNegativeLogProbLoss: _of_entries(_multi_bernoulli),

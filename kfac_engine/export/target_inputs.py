@@ -56,7 +56,10 @@ class TargetInputs:
         """Raise an InputError if no loss can have these inputs."""
         if not losses and self != TargetInputs():
             raise InputError("without a loss, the file has no targets; name a loss.")
-        classes = (isinstance(x, CategoricalLogitsNegativeLogProbLoss) for x in losses)
+        classes = (
+            isinstance(x, CategoricalLogitsNegativeLogProbLoss) and not x.predicts_inputs
+            for x in losses
+        )
         if self.probabilities and not any(classes):
             raise InputError(
                 "probabilities in place of class numbers are targets of the loss 'categorical'; "

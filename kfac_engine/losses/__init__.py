@@ -9,12 +9,14 @@ from kfac_engine.losses.categorical import (
     CategoricalLogitsNegativeLogProbLoss,
     OnehotCategoricalLogitsNegativeLogProbLoss,
 )
+from kfac_engine.losses.causal import CausalNegativeLogProbLoss
 from kfac_engine.losses.ctc import CTCNegativeLogProbLoss
 from kfac_engine.losses.kinds import (
     CTC,
     L1,
     LOSSES,
     Categorical,
+    CausalLM,
     Huber,
     LossKind,
     MultiBernoulli,
@@ -39,6 +41,8 @@ __all__ = [
     "CTCNegativeLogProbLoss",
     "Categorical",
     "CategoricalLogitsNegativeLogProbLoss",
+    "CausalLM",
+    "CausalNegativeLogProbLoss",
     "ElementwiseLoss",
     "Huber",
     "HuberNegativeLogProbLoss",

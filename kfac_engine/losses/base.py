@@ -59,6 +59,8 @@ class LossFunction(ABC):
         ggn_equals_fisher: Whether the inputs are natural parameters, so that the generalised
             Gauss–Newton matrix equals the Fisher matrix.
         has_products: Whether products with the Fisher matrix have a closed form.
+        ordered: Whether the positions have an order, so that the loss needs their axis.
+        predicts_inputs: Whether the targets are token ids that the model reads, too.
         sequences: Whether an example is one prediction, a sequence along the axis of positions, so
             that its target has a length of its own.
     """
@@ -69,6 +71,8 @@ class LossFunction(ABC):
     links: ClassVar[frozenset[str]] = frozenset()
     ggn_equals_fisher: ClassVar[bool] = True
     has_products: ClassVar[bool] = True
+    ordered: ClassVar[bool] = False
+    predicts_inputs: ClassVar[bool] = False
     sequences: ClassVar[bool] = False
 
     def __init__(
@@ -349,7 +353,7 @@ class LossFunction(ABC):
     def placed(self, axis: int) -> "LossFunction":
         """Return the loss for inputs with the examples on an axis.
 
-        Only a loss of sequences needs to tell examples from positions.
+        Only an ``ordered`` loss needs to tell examples from positions.
         """
         del axis
         return self

@@ -58,6 +58,7 @@ class CTCNegativeLogProbLoss(LossFunction):
     links: ClassVar[frozenset[str]] = frozenset({"Softmax", "LogSoftmax"})
     ggn_equals_fisher: ClassVar[bool] = False
     has_products: ClassVar[bool] = False
+    ordered: ClassVar[bool] = True
     sequences: ClassVar[bool] = True
 
     def __init__(

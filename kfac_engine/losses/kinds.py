@@ -13,6 +13,7 @@ from kfac_engine.errors import ShapeError, UnknownNameError, suggestion
 from kfac_engine.losses.base import LossFunction
 from kfac_engine.losses.bernoulli import MultiBernoulliNegativeLogProbLoss
 from kfac_engine.losses.categorical import CategoricalLogitsNegativeLogProbLoss
+from kfac_engine.losses.causal import CausalNegativeLogProbLoss
 from kfac_engine.losses.checks import require_shape
 from kfac_engine.losses.ctc import CTCNegativeLogProbLoss, collapsed
 from kfac_engine.losses.normal import NormalMeanNegativeLogProbLoss
@@ -42,6 +43,7 @@ LOSSES: Registry[Callable[..., LossFunction]] = Registry(
         "multi_bernoulli": MultiBernoulliNegativeLogProbLoss,
         "sigmoid_cross_entropy": MultiBernoulliNegativeLogProbLoss,
         "bce": MultiBernoulliNegativeLogProbLoss,
+        "causal_lm": CausalNegativeLogProbLoss,
         "ctc": CTCNegativeLogProbLoss,
     },
 )
@@ -204,6 +206,22 @@ class Poisson(LossKind):
 
     def __init__(self, *, ignore_index: int | None = -100) -> None:
         super().__init__("poisson", ignore_index=ignore_index)
+
+
+class CausalLM(LossKind):
+    """The loss of a causal language model: the logits of each position predict the next token.
+
+    Targets are the token ids ``(n, positions)`` that the model reads, without a shift; they are
+    the default where the model has an input for them. The weight of a token counts where the token
+    is predicted; the default is the input ``attention_mask``, if targets are the default, too.
+
+    Args:
+        ignore_index: Token id that does not count, such as the number for padding; None for none.
+        label_smoothing: Part of each target, in [0, 1), that is divided among all tokens.
+    """
+
+    def __init__(self, *, ignore_index: int | None = -100, label_smoothing: float = 0.0) -> None:
+        super().__init__("causal_lm", ignore_index=ignore_index, label_smoothing=label_smoothing)
 
 
 class CTC(LossKind):
