@@ -17,7 +17,9 @@ from kfac_engine._types import Array
 from kfac_engine.backend.namespace import array_module, is_recorded, on_device
 from kfac_engine.curvature.blocks.base import FisherBlock, uses
 from kfac_engine.engine.engine import Engine
+from kfac_engine.graph.structure import RELAYS
 from kfac_engine.layers.parameter_slices import Piece
+from kfac_engine.runtime.model import OnnxModel
 from kfac_engine.training.average_span import AverageSpan
 from kfac_engine.training.feature_bounds import POWERS, FeatureBounds, feature_bounds
 from kfac_engine.training.kfac_updates import Move, StepInputs, natural_gradients, quadratic_change
@@ -58,6 +60,9 @@ _LEAST, _LARGEST = 0.1, 20.0
 # the loss rises along them by more than this multiple of the fall at their start, and by more than
 # the loss.
 _CUT, _FAR = 1.0, 3.0
+
+# Operators that may be between the matrices of a product of low rank.
+_SCALES = RELAYS | {"Mul", "Div"}
 
 # Largest number of Newton–Schulz iterations of a matrix.
 _ITERATIONS = 5
@@ -131,7 +136,10 @@ class AdaptiveLengthUpdate:
     averaged gradient, of ten steps, changes little meanwhile.
 
     The Frobenius norm of an update is ``k L √outputs``: with ``k = 1``, each output of a layer
-    changes by the same amount whatever their number, as with Muon. The multiple ``k`` of a matrix
+    changes by the same amount whatever their number, as with Muon. The second matrix of a product
+    of low rank, as in an adapter, has ``k L √rank``: all of its few singular values count, as all
+    rows that it multiplies are alike, and its entries change as much as those of the first matrix
+    and of a full one. The multiple ``k`` of a matrix
     follows from the agreement ``c = ⟨g, p⟩ / ⟨g', p⟩`` of the gradient g with the last direction
     p, where g' is the gradient of the step of p::
 
@@ -170,7 +178,7 @@ class AdaptiveLengthUpdate:
         precondition: Returns natural gradients of vectors by parameter.
         units: The division of the parameters; its weights are the matrices.
         together: The parameters and units that are updated in one call.
-        roots: √outputs of the matrices of each weight: see ``root_outputs``.
+        roots: √outputs of the matrices of each weight, or √rank: see ``low_ranks``.
         sides: Smaller side of the matrices of each weight.
         widths: Sum of the sides of the factors of each weight.
         blocks: The block of the layer of each weight.
@@ -624,6 +632,7 @@ def adaptive_lengths(
     units = Units(engine, tuple(parameters), lambda piece: piece.kind not in _BY_ADAM)
     values = units.split(parameters)
     roots = root_outputs(units, values)
+    roots |= {name: sqrt(rank) for name, rank in low_ranks(engine, units, values).items()}
     sides = {n: min(w.matrices(values[n]).shape[1:]) for n, w in units.weights.items()}
     of_layers = {uses(p)[0]: block for p, block in engine.collection.fisher_blocks.items()}
     blocks = {name: of_layers[weight.weight] for name, weight in units.weights.items()}
@@ -699,6 +708,41 @@ def _groups(engine: Engine, units: Units) -> dict[str, int]:
     of_weights = {name: owners[weight.weight] for name, weight in units.weights.items()}
     owners_of = {name: name for name in of_weights.values()} | of_weights
     return {name: numbers[find(owner)] for name, owner in owners_of.items()}
+
+
+def low_ranks(engine: Engine, units: Units, values: Vector) -> dict[str, int]:
+    """Return the ranks of products of two matrices, by the weight of the second one.
+
+    The matrices of such a product, as in an adapter, have at least four times the rank as their
+    other sides, and nothing but a constant factor is between them.
+    """
+    model = engine.collection.graph
+    assert isinstance(model, OnnxModel), "an engine has a model"
+    graph, sides = model.graph, dict[str, tuple[int, ...]]()
+    for name, weight in units.weights.items():
+        count, *shape = weight.matrices(values[name]).shape
+        if count == 1:
+            sides[name] = tuple(shape)
+    weights = {
+        name: layer
+        for layer in engine.layers
+        for name in layer.parameters
+        if name in sides and len(layer.parameters) == 1
+    }
+    made = {output: name for name, layer in weights.items() for output in uses(layer.outputs)}
+    ranks = {}
+    for name, layer in weights.items():
+        value = uses(layer.inputs)[0]
+        while value not in made and value in graph.producers:
+            node = graph.producers[value]
+            rest = [operand for operand in node.inputs if operand not in graph.constants]
+            if node.op not in _SCALES or len(rest) != 1:
+                break
+            value = rest[0]
+        (rank, outputs), before = sides[name], sides.get(made.get(value, ""), (0, 0))
+        if before[1] == rank and 4 * rank <= min(before[0], outputs):
+            ranks[name] = rank
+    return ranks
 
 
 def root_outputs(units: Units, values: Vector) -> dict[str, float]:
