@@ -729,17 +729,17 @@ def low_ranks(engine: Engine, units: Units, values: Vector) -> dict[str, int]:
         for name in layer.parameters
         if name in sides and len(layer.parameters) == 1
     }
-    made = {output: name for name, layer in weights.items() for output in uses(layer.outputs)}
+    weight_of = {output: name for name, layer in weights.items() for output in uses(layer.outputs)}
     ranks = {}
     for name, layer in weights.items():
         value = uses(layer.inputs)[0]
-        while value not in made and value in graph.producers:
+        while value not in weight_of and value in graph.producers:
             node = graph.producers[value]
             rest = [operand for operand in node.inputs if operand not in graph.constants]
             if node.op not in _SCALES or len(rest) != 1:
                 break
             value = rest[0]
-        (rank, outputs), before = sides[name], sides.get(made.get(value, ""), (0, 0))
+        (rank, outputs), before = sides[name], sides.get(weight_of.get(value, ""), (0, 0))
         if before[1] == rank and 4 * rank <= min(before[0], outputs):
             ranks[name] = rank
     return ranks
