@@ -284,7 +284,7 @@ def loss_options(
         shape: Declared shape of the output that it reads.
 
     Returns:
-        The loss, and the options ``class_axis``, ``reduction`` and ``loss_weights``.
+        The loss, and the options ``class_axis`` and ``reduction``.
 
     Raises:
         UnsupportedError: An engine does not have the loss or one of its options.
@@ -305,26 +305,27 @@ def loss_options(
             label_smoothing=smoothing,
         ), options
     # The mean of torch divides by the number of features as well.
-    width = shape[-1] if len(shape) > 1 else 1
+    width, weight = shape[-1] if len(shape) > 1 else 1, 1.0
     if isinstance(loss, torch.nn.BCEWithLogitsLoss | torch.nn.MSELoss):
         if reduction == "mean":
             if not isinstance(width, int):
                 raise UnsupportedError(
                     f"the mean of {type(loss).__name__} divides by the number of features, which "
-                    f"the file does not declare; pass loss='normal' or 'multi_bernoulli' with "
-                    f"loss_weights=[1 / features]."
+                    f"the file does not declare; pass loss=kfac_engine.Normal(weight=1 / features) "
+                    f"or kfac_engine.MultiBernoulli(weight=1 / features)."
                 )
-            options["loss_weights"] = [1 / width]
+            weight = 1 / width
         if isinstance(loss, torch.nn.MSELoss):
-            return Normal(), options
+            return Normal(weight=weight), options
         if loss.weight is not None:
             raise UnsupportedError(
                 "BCEWithLogitsLoss(weight=…) divides by the number of targets, not by the sum of "
-                "their weights; pass loss='multi_bernoulli' with reduction='batch_mean' and "
-                "loss_weights=[1 / features], and Weighted targets to step."
+                "their weights; pass loss=kfac_engine.MultiBernoulli(weight=1 / features) with "
+                "reduction='batch_mean', and Weighted targets to step."
             )
         positive_weights = _numbers(loss.pos_weight)
-        return MultiBernoulli(ignore_index=None, positive_weights=positive_weights), options
+        kind = MultiBernoulli(ignore_index=None, positive_weights=positive_weights, weight=weight)
+        return kind, options
     raise UnsupportedError(
         f"{type(loss).__name__} is no loss of an engine; pass a name such as 'categorical', a loss "
         f"object, or one of CrossEntropyLoss, NLLLoss, BCEWithLogitsLoss and MSELoss."

@@ -19,7 +19,6 @@ HEAD = "| option | default | meaning |\n|---|---|---|\n"
 # Field of an engine's options to the section that explains it.
 SECTIONS = {
     "loss": "conventions.md#losses",
-    "find_logits": "conventions.md#losses",
     "batch_axes": "conventions.md#losses",
     "reduction": "conventions.md#gradients",
     "gradient_dtype": "types.md",

@@ -203,8 +203,7 @@ def test_find_logits_false_reads_probabilities():
         model,
         {"input": x.astype(np.float32)},
         targets.astype(np.float32),
-        "multi_bernoulli",
-        find_logits=False,
+        ke.MultiBernoulli(find_logits=False),
     )
     expected = float((np.logaddexp(0, p) - targets * p).sum(-1).mean())
     assert found.loss == pytest.approx(expected, rel=1e-5)

@@ -14,6 +14,7 @@ from tests import models, oracle
 
 LOSSES = {"logits": "categorical", "mean": "normal"}
 WEIGHTS = {"logits": 1.0, "mean": 0.25}
+WEIGHTED = ["categorical", ke.Normal(weight=0.25)]
 BATCH = 5
 # Relative to the largest entry: float32 passes of a small network.
 GRADIENT = 2e-5
@@ -58,9 +59,7 @@ def assert_gradients(found, truth):
 
 
 def test_gradient_equals_weighted_sum_of_losses(model, inputs, targets, truth):
-    engine = ke.Engine.from_onnx(
-        model, loss=list(LOSSES.values()), loss_weights=list(WEIGHTS.values())
-    )
+    engine = ke.Engine.from_onnx(model, loss=WEIGHTED)
     result = engine.step(inputs, targets)
     assert result.loss == pytest.approx(truth[0], rel=1e-5)
     assert_gradients(result.gradients, truth[1])
@@ -90,7 +89,7 @@ def test_outputs_may_have_any_order(model, inputs, targets):
 
 
 def test_gradient_model_computes_weighted_sum(model, inputs, targets, truth):
-    gradient = ke.differentiate(model, list(LOSSES.values()), loss_weights=list(WEIGHTS.values()))
+    gradient = ke.differentiate(model, WEIGHTED)
     onnx.checker.check_model(gradient, full_check=True)
     feeds = {**inputs, **{f"targets of {name}": array for name, array in targets.items()}}
     names = [entry.name for entry in gradient.graph.output]
@@ -124,15 +123,21 @@ def test_invalid_targets_error_names_output(model, inputs, targets, change, said
         engine.gradients(inputs, change(targets))
 
 
-def test_wrong_number_of_loss_weights_raises_error(model):
-    with pytest.raises(ke.InputError, match=r"3 loss weights for 2 loss\(es\)"):
-        ke.Engine.from_onnx(model, loss=["categorical", "normal"], loss_weights=[1, 2, 3])
+def test_loss_objects_have_factors(model, inputs, targets, truth):
+    losses = [
+        ke.CategoricalLogitsNegativeLogProbLoss("logits", targets="targets of logits"),
+        ke.NormalMeanNegativeLogProbLoss("mean", targets="targets of mean").times(0.25),
+    ]
+    found = ke.Engine.from_onnx(model, loss=losses).gradients(inputs, targets)
+    assert found.loss == pytest.approx(truth[0], rel=1e-5)
+    assert_gradients(found.gradients, truth[1])
+    with pytest.raises(ke.InputError, match="weight must be at least 0"):
+        losses[0].times(-1)
 
 
 # -- the command line ------------------------------------------------------------------------------
 
-HEADS = ["--loss", "categorical", "--output", "logits", "--loss", "normal", "--output", "mean"]
-OPTIONS = [*HEADS, "--loss-weight", "1", "--loss-weight", "0.25"]
+OPTIONS = ["--loss", "logits=categorical", "--loss", "mean=normal(weight=0.25)"]
 
 
 @pytest.fixture

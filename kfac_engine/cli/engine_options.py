@@ -14,7 +14,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 import click
 
 from kfac_engine.cli.command import Choice, Command, Group, Option
-from kfac_engine.cli.options import by_output, one_or_all, one_or_more
+from kfac_engine.cli.options import chosen_losses, one_or_all, one_or_more
 
 HEADING = "Options of the engine"
 # Fields that a command has as an option of its own (--exp, --refresh-every, --inputs) or sets
@@ -25,8 +25,7 @@ _ELSEWHERE = frozenset(
 )
 # Fields that the gradient of a model depends on, besides losses and outputs.
 OBJECTIVE = (
-    "class_axis", "find_logits", "loss_weights", "ignore_index", "class_weights",
-    "positive_weights", "label_smoothing", "reduction", "freeze", "gradient_dtype", "batch_axes",
+    "class_axis", "reduction", "freeze", "gradient_dtype", "batch_axes",
 )  # fmt: skip
 
 # Example values by field, for messages.
@@ -58,12 +57,6 @@ def _axes(
     return {name: int(axis) for name, _equals, axis in pairs} or None
 
 
-def _numbers(_: click.Context, __: click.Parameter, value: str | None) -> Any:
-    from kfac_engine.datasets.files import numbers_in
-
-    return None if value is None else numbers_in(value)
-
-
 def _unlike(parameter: click.Parameter, text: str) -> click.BadParameter:
     example = _EXAMPLES.get(parameter.name or "")
     such = f", such as {example}" if example else ""
@@ -89,33 +82,15 @@ class Row:
 
 
 LOSSES = "losses.LOSSES", "losses.kinds.OUTPUT"
-# An option whose value is a file with a list of numbers.
-_NUMBERS: Mapping[str, Any] = {
-    "metavar": "FILE",
-    "callback": _numbers,
-    "multiple": False,
-    "type": str,
-}
-
 ROWS: Mapping[str, Row] = {
-    "loss": Row(Group.LOSS, "Name of the loss; box*=normal puts it on the outputs that match "
-        "box*.", names=LOSSES, metavar="[OUTPUT=]NAME", default=("categorical",),
-        callback=by_output, type=str),
+    "loss": Row(Group.LOSS, "The loss, with options such as "
+        "'categorical(ignore_index=255, label_smoothing=0.1)'; 'box*=normal(weight=2)' puts it on "
+        "the outputs that match box*.", names=LOSSES, metavar="[OUTPUT=]LOSS",
+        default=("categorical",), callback=chosen_losses, type=str),
     "output": Row(Group.LOSS, "Output that a loss by name reads; by default the output from "
         "which no other is computed.", metavar="NAME"),
     "class_axis": Row(Group.LOSS, "Axis of the classes or features in that output; -1 is found "
         "for classes, and else the last."),
-    "find_logits": Row(Group.LOSS, "Let a loss on probabilities read the logits from which the "
-        "model computes them."),
-    "loss_weights": Row(Group.LOSS, "Factor of each loss; by default 1.", flag="--loss-weight"),
-    "ignore_index": Row(Group.LOSS, "Target that does not count; by default -100 for classes "
-        "and binary targets."),
-    "class_weights": Row(Group.LOSS, "File with a weight ≥ 0 for the targets of each class, "
-        ".npy or numbers as text.", **_NUMBERS),
-    "positive_weights": Row(Group.LOSS, "File with the weight ≥ 0 of targets of 1 of a sigmoid "
-        "loss, one or one for each feature.", **_NUMBERS),
-    "label_smoothing": Row(Group.LOSS, "Part of each target, in [0, 1), that is divided among "
-        "all classes."),
     "reduction": Row(Group.LOSS, "Reduction of the loss over examples and positions."),
     "trainable": Row(Group.MODEL, "Pattern of the names of parameters to train; by default "
         "every constant that the graph uses like a parameter.", metavar="PATTERN"),

@@ -10,7 +10,7 @@ from kfac_engine.cli.command import Choice, Command, Group, file_path
 from kfac_engine.cli.display import report_beside, say, shown_warnings, working
 from kfac_engine.cli.engine_options import LOSSES, OBJECTIVE, EngineCommand
 from kfac_engine.cli.options import (
-    by_output,
+    chosen_losses,
     debug_option,
     keywords,
     one_or_all,
@@ -28,9 +28,8 @@ if TYPE_CHECKING:
 
 # Fields of the options of an engine that the files depend on.
 _NAMES = (
-    "loss", "output", "class_axis", "find_logits", "loss_weights", "reduction", "trainable",
-    "ignore_index", "class_weights", "positive_weights", "label_smoothing", "freeze",
-    "tie_weights", "batch_axes", "train_form",
+    "loss", "output", "class_axis", "reduction", "trainable", "freeze", "tie_weights",
+    "batch_axes", "train_form",
 )  # fmt: skip
 _OPTIONS = (
     Group.OPTIMIZER.option(
@@ -105,12 +104,13 @@ def _report(files: "ke.TrainingFiles") -> None:
 _GRADIENT_OPTIONS = (
     Group.LOSS.option(
         "--loss",
-        metavar="[OUTPUT=]NAME",
+        metavar="[OUTPUT=]LOSS",
         multiple=True,
-        callback=by_output,
+        callback=chosen_losses,
         names=LOSSES,
-        help="Name of the loss; without a loss, the result has an input for the cotangent. May be "
-        "repeated: the result is the gradient of the sum.",
+        help="The loss, with options such as 'categorical(ignore_index=255)'; without a loss, the "
+        "result has an input for the cotangent. May be repeated: the result is the gradient of the "
+        "sum.",
     ),
     Group.LOSS.option(
         "--output",

@@ -1,5 +1,6 @@
 """Options that several commands share, decorators that collect their values, and processes."""
 
+import ast
 import functools
 import inspect
 import os
@@ -20,6 +21,7 @@ from kfac_engine.distributed.job import launched_by_mpi
 
 if TYPE_CHECKING:
     import kfac_engine as ke
+    from kfac_engine.engine.loss_bindings import LossChoice, LossChoices
 
 
 Command: TypeAlias = Callable[..., Any]
@@ -164,21 +166,54 @@ def one_or_all(
     return values[0] if len(values) == 1 else values or None
 
 
-def by_output(
+# A loss by name, with options in brackets and the output that has it.
+_LOSS = re.compile(r"(?:(?P<output>.*?)=)?(?P<loss>\w+(?:\(.*\))?)", re.S)
+
+
+def chosen_losses(
     context: click.Context, parameter: click.Parameter, values: tuple[str, ...]
-) -> str | tuple[str, ...] | dict[str, str] | None:
-    """Return names of losses, or for values OUTPUT=NAME a map from outputs to names."""
-    pairs = [value.rpartition("=") for value in values]
-    if len(values) < 1 or not any(equals for _, equals, _ in pairs):
-        return one_or_all(context, parameter, values)
-    if not all(output and name for output, _, name in pairs):
+) -> "LossChoices | None":
+    """Return losses, or for values OUTPUT=LOSS a map from outputs to losses."""
+    matches = [_LOSS.fullmatch(value) for value in values]
+    outputs = [match["output"] if match else None for match in matches]
+    if not any(match and match["output"] is not None for match in matches):
+        return one_or_all(context, parameter, tuple(_loss(value) for value in values))
+    if not all(outputs):
         raise click.BadParameter(
-            f"expected NAME or OUTPUT=NAME in all of them, such as 'box*=normal'; got "
+            f"expected LOSS or OUTPUT=LOSS in all of them, such as 'box*=normal'; got "
             f"{', '.join(values)}."
         )
-    if len({output for output, _, _ in pairs}) < len(pairs):
+    if len(set(outputs)) < len(outputs):
         raise click.BadParameter(f"an output is given twice: {', '.join(values)}.")
-    return {output: name for output, _, name in pairs}
+    return {str(m["output"]): _loss(m["loss"]) for m in matches if m}
+
+
+def _loss(text: str) -> "LossChoice":
+    """Return a loss of a text such as ``categorical(ignore_index=255)``, or a name as it is.
+
+    Values are literals of Python. A text is the name of a file with numbers, such as
+    ``class_weights='weights.npy'``.
+    """
+    name, bracket, _ = text.partition("(")
+    if not bracket:
+        return name
+    from kfac_engine.datasets.files import numbers_in
+    from kfac_engine.losses.kinds import loss_named
+
+    try:
+        call = ast.parse(text, mode="eval").body
+        if not isinstance(call, ast.Call) or call.args or not isinstance(call.func, ast.Name):
+            raise ValueError(text)
+        options = {str(k.arg): ast.literal_eval(k.value) for k in call.keywords if k.arg}
+        if len(options) < len(call.keywords):
+            raise ValueError(text)
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as failure:
+        raise click.BadParameter(
+            f"expected NAME or NAME(OPTION=VALUE, …), such as categorical(ignore_index=255, "
+            f"label_smoothing=0.1); got {text:.80}."
+        ) from failure
+    files = {option: numbers_in(v) for option, v in options.items() if isinstance(v, str)}
+    return loss_named(name, **{**options, **files})
 
 
 def one_or_more(

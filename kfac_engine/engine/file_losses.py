@@ -19,7 +19,7 @@ from kfac_engine.errors import InputError, KfacError
 from kfac_engine.graph.analysis.file_loss import FileLoss, file_loss
 from kfac_engine.graph.load import LoadedModel
 from kfac_engine.graph.structure import Fact, Graph
-from kfac_engine.losses.kinds import LOSSES, OUTPUT, LossKind, Normal
+from kfac_engine.losses.kinds import LOSSES, OUTPUT, LossKind
 from kfac_engine.losses.objective import Reduction
 from kfac_engine.losses.observed import Targets, Weighted
 from kfac_engine.runtime.sample_run import open_run, sample_facts
@@ -82,23 +82,14 @@ class TakenLoss:
         return self.without(inputs), targets
 
     def options(self, chosen: LossOptions) -> LossOptions:
-        """Return the options of the loss on the logits.
-
-        An option of the caller that the file has already raises InputError.
-        """
-        if chosen.settings:
-            raise InputError(
-                f"{', '.join(chosen.settings)} cannot be given: the file computes the loss "
-                f"'{self.loss.output}' itself, with options of its own."
-            )
-        axes = chosen.batch_axes
+        """Return the options of the loss on the logits."""
+        axes, (weight,) = chosen.batch_axes, chosen.coefficients
         return LossOptions(
             self._kind(),
             self.loss.value,
             self.loss.class_axis,
-            find_logits=False,
-            weights=chosen.weights,
-            batch_axes=None if axes is None else self.without(axes),
+            None if axes is None else self.without(axes),
+            weight,
         )
 
     def weighted(self, options: LossOptions, facts: Mapping[str, Fact]) -> LossOptions:
@@ -118,7 +109,7 @@ class TakenLoss:
         # The mean of the file is one over features as well.
         features = shape[-1] if len(shape) > 1 and self.loss.reduction == "mean" else 1
         factor = 1 / (features * (pi if self.loss.distribution == "normal" else 1))
-        return replace(options, weights=[factor * weight for weight in options.coefficients])
+        return replace(options, factor=factor * options.factor)
 
     def reduction(self, chosen: Reduction) -> Reduction:
         """Return the reduction of the file, or the choice of the caller where the file has none."""
@@ -126,9 +117,8 @@ class TakenLoss:
         return chosen if in_file == "none" else cast(Reduction, in_file)
 
     def _kind(self) -> LossKind:
-        if self.loss.distribution == "normal":
-            return Normal(var=_VARIANCE)
-        return LossKind(self.loss.distribution, **self.loss.options)
+        settings = {"var": _VARIANCE} if self.loss.distribution == "normal" else self.loss.options
+        return LossKind(self.loss.distribution, find_logits=False, **settings)
 
 
 def taken_loss(
@@ -139,9 +129,12 @@ def taken_loss(
     The caller asks for it by the name ``"output"``, or by the name of its distribution. ``inputs``
     are those of the sample run; None for generated ones.
     """
-    name = options.loss
-    if not isinstance(name, str) or not isinstance(options.output, str | None):
+    kind, *others = options.choices
+    if others or not isinstance(kind, LossKind) or not isinstance(options.output, str | None):
         return None
+    if kind.options:  # a loss of the caller, with its own options
+        return None
+    name = kind.name
     graph = loaded.graph
     outputs = graph.outputs if options.output is None else (options.output,)
     losses = (file_loss(graph, output) for output in outputs if output in graph.outputs)

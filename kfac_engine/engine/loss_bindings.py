@@ -1,11 +1,11 @@
 """Which values of a model the losses read, and where the examples lie in them."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, TypeAlias
+from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 from kfac_engine._types import Array
-from kfac_engine.arguments import at_least_zero, flag, listed, texts, whole
+from kfac_engine.arguments import texts, whole
 from kfac_engine.errors import InputError, ShapeError, UnknownNameError, suggestion
 from kfac_engine.graph.analysis.subgraph import final_outputs
 from kfac_engine.graph.analysis.trainable import matching
@@ -13,7 +13,7 @@ from kfac_engine.graph.structure import Fact, Graph
 from kfac_engine.losses import LOSSES, LossKind
 from kfac_engine.losses.base import LossFunction
 from kfac_engine.losses.checks import require_class_axis
-from kfac_engine.losses.kinds import OUTPUT, FileOutput
+from kfac_engine.losses.kinds import OUTPUT, loss_named
 from kfac_engine.losses.logits import (
     Logits,
     find_class_axis,
@@ -69,19 +69,15 @@ class LossOptions:
         output: Output of each loss that is a name; by default the outputs from which no other
             output is computed.
         class_axis: Axis of the classes, for losses given by name; -1 finds it, or is the last axis.
-        find_logits: Whether a loss by name on an output of probabilities reads the logits.
-        weights: Factor of each loss, also by the keys of ``loss``; 1 by default.
         batch_axes: Axes of the examples, by input name; found by sample runs when left out.
-        settings: Options of the losses that are given by name.
+        factor: Factor of all losses, next to their weights.
     """
 
     loss: LossChoices
     output: str | Sequence[str] | None = None
     class_axis: int = -1
-    find_logits: bool = True
-    weights: Sequence[float] | Mapping[str, float] | None = None
     batch_axes: Axes | None = None
-    settings: Mapping[str, object] = field(default_factory=dict)
+    factor: float = 1.0
 
     def __post_init__(self) -> None:
         """Check the types of the options."""
@@ -99,31 +95,11 @@ class LossOptions:
         if not isinstance(self.output, str | None):
             texts("output", self.output, "['logits']")
         whole("class_axis", self.class_axis, least=None)
-        flag("find_logits", self.find_logits)
-        if self.weights is not None:
-            by_output = isinstance(self.weights, Mapping)
-            weights = [*self.weights.values()] if by_output else self.weights  # type: ignore[union-attr] # a mapping
-            for weight in listed("loss_weights", weights, "[1.0]"):
-                at_least_zero("each of loss_weights", weight)
 
     @property
     def choices(self) -> list[LossKind | LossFunction]:
-        """The losses as a list; losses by name have received their options.
-
-        Options without a loss by name raise InputError.
-        """
-        choices = self._listed()
-        if self.settings and not any(isinstance(choice, str) for choice in choices):
-            raise InputError(
-                f"{', '.join(self.settings)} are options of losses that are given by name; give "
-                f"them to the loss object instead."
-            )
-        return [
-            choice
-            if not isinstance(choice, str)
-            else (FileOutput() if choice == OUTPUT else LossKind(choice, **self.settings))
-            for choice in choices
-        ]
+        """The losses as a list, losses by name as objects."""
+        return [loss_named(c) if isinstance(c, str) else c for c in self._listed()]
 
     def _listed(self) -> list[LossChoice]:
         """Return the losses as a list."""
@@ -149,25 +125,23 @@ class LossOptions:
     def on(self, graph: Graph) -> "LossOptions":
         """Return the options with a loss for each output of a model.
 
-        The outputs are compared with the patterns of a map. The loss of a pattern and its weight
-        are repeated. A pattern without an output raises UnknownNameError; two entries for one
-        output raise InputError.
+        The outputs are compared with the patterns of a map. The loss of a pattern is repeated. A
+        pattern without an output raises UnknownNameError; two entries for one output raise
+        InputError.
         """
         if not isinstance(self.loss, Mapping):
             return self
         losses: list[LossChoice] = []
         names: list[str] = []
-        weights: list[float] = []
         values = frozenset(graph.values())
-        for (pattern, choice), weight in zip(self.loss.items(), self.coefficients, strict=True):
+        for pattern, choice in self.loss.items():
             inner = pattern in values
             for name in [pattern] if inner else matching([pattern], graph.outputs, "output"):
                 if name in names:
                     raise InputError(f"two losses are put on the output '{name}'; give it one.")
                 losses.append(choice)
                 names.append(name)
-                weights.append(weight)
-        return replace(self, loss=losses, output=names, weights=weights)
+        return replace(self, loss=losses, output=names)
 
     def outputs_among(self, graph: Graph, real: Sequence[str]) -> list[str]:
         """Return an output for each loss that is given by name.
@@ -194,31 +168,8 @@ class LossOptions:
 
     @property
     def coefficients(self) -> Sequence[float]:
-        """One weight for each loss; another number of weights raises InputError."""
-        count = len(self.choices)
-        if isinstance(self.weights, Mapping):
-            if not isinstance(self.loss, Mapping):
-                raise InputError(
-                    f"loss_weights={self.weights!r:.80} names outputs, but loss does not; give "
-                    f"loss={{'boxes': 'normal', …}}, or a list of weights."
-                )
-            outputs = list(self.loss)
-            for name in self.weights:
-                if name not in outputs:
-                    raise UnknownNameError(
-                        f"loss_weights names '{name}'{suggestion(name, outputs)}, but the outputs "
-                        f"in loss={{…}} are: {', '.join(outputs)}."
-                    )
-            return [self.weights.get(name, 1.0) for name in outputs]
-        weights = [1.0] * count if self.weights is None else self.weights
-        if len(weights) != count:
-            raise InputError(f"{len(weights)} loss weights for {count} loss(es); give one each.")
-        return weights
-
-
-def named_settings(**settings: object) -> dict[str, Any]:
-    """Return the options of losses that are given, without those that are None."""
-    return {name: value for name, value in settings.items() if value is not None}
+        """The factor of each loss."""
+        return [self.factor * choice.weight for choice in self.choices]
 
 
 def bind_losses(
@@ -261,13 +212,12 @@ def bind_losses(
     def sampled(name: str) -> Array:
         return run.values(sample_batch(graph, facts, inputs), [name])[name]
 
-    if options.find_logits:
-        heads = [
-            _before_link(graph, facts, head, choice, sampled)
-            if isinstance(choice, LossKind) and not isinstance(choice, FileOutput)
-            else head
-            for head, choice in zip(heads, choices, strict=True)
-        ]
+    heads = [
+        _before_link(graph, facts, head, choice, sampled)
+        if isinstance(choice, LossKind) and choice.find_logits
+        else head
+        for head, choice in zip(heads, choices, strict=True)
+    ]
     heads = [_placed(head, batch.places.get(head.output)) for head in heads]
     return tuple(_with_default_targets(graph, facts, head) for head in heads), batch
 

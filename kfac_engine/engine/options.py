@@ -25,14 +25,12 @@ from kfac_engine.curvature.schedule import Schedule
 from kfac_engine.distributed.agreement import Agreement
 from kfac_engine.distributed.protocol import Alone, Communicator
 from kfac_engine.engine.batch_shards import check_communicator
-from kfac_engine.engine.loss_bindings import LossChoices, LossOptions, named_settings
+from kfac_engine.engine.loss_bindings import LossChoices, LossOptions
 from kfac_engine.errors import InputError, UnknownNameError, suggestion
 from kfac_engine.graph.passes.upcast import GradientDType
 from kfac_engine.losses.objective import Reduction, check_reduction
 from kfac_engine.runtime.cpu.graph_passes import chosen_passes
 
-# Options of losses that are given by name.
-LOSS_SETTINGS = ("ignore_index", "class_weights", "positive_weights", "label_smoothing")
 # What dictionaries among the options look like, for messages.
 _DICTIONARIES = {
     "approximations": "{'conv2d': 'diagonal'}",
@@ -59,22 +57,14 @@ class EngineOptions:
 
     Attributes:
         loss: Name of the loss; ``"output"`` for a file that computes its loss itself. A loss with
-            options, such as ``Categorical(ignore_index=255)``, and a loss object are accepted too,
-            and a list with a loss for each output. A dictionary puts losses on outputs by name or
-            pattern, such as ``{"box*": "normal", "class*": "multi_bernoulli"}``.
+            options, such as ``Categorical(ignore_index=255, weight=0.5)``, and a loss object are
+            accepted too, and a list with a loss for each output. A dictionary puts losses on
+            outputs by name or pattern, such as ``{"box*": "normal", "class*": "multi_bernoulli"}``.
         output: Output that a loss by name reads; by default the output from which no other output
             is computed. With several losses, a list.
         class_axis: Axis of the classes or features in that output. -1 is the axis of the softmax,
             of the channels or of the columns of the operator that computes the classes, and where
             there is no such operator, the last axis.
-        find_logits: Let a loss on probabilities read the logits from which the model computes them.
-        loss_weights: Factor of each loss, a list or by the outputs in ``loss={…}``; by default 1.
-        ignore_index: Target that does not count, for losses given by name. By default the loss
-            decides: -100 for classes and for binary targets.
-        class_weights: Weight ≥ 0 of the targets of each class.
-        positive_weights: Weight ≥ 0 of targets of 1 of a sigmoid loss, or a list with a weight for
-            each feature.
-        label_smoothing: Part of each target, in [0, 1), that is divided among all classes.
         reduction: Reduction of the loss over examples and positions. ``"mean"`` is the mean over
             both, weighted if targets have weights; ``"batch_mean"`` is the sum over positions and
             the mean over examples.
@@ -118,12 +108,6 @@ class EngineOptions:
     loss: LossChoices
     output: str | Sequence[str] | None = None
     class_axis: int = -1
-    find_logits: bool = True
-    loss_weights: Sequence[float] | Mapping[str, float] | None = None
-    ignore_index: int | None = None
-    class_weights: Sequence[float] | Array | None = None
-    positive_weights: float | Sequence[float] | Array | None = None
-    label_smoothing: float | None = None
     reduction: Reduction = "mean"
     trainable: str | Sequence[str] | None = None
     freeze: str | Sequence[str] | None = None
@@ -185,16 +169,7 @@ class EngineOptions:
     @property
     def losses(self) -> LossOptions:
         """The options that choose the losses."""
-        settings = {name: getattr(self, name) for name in LOSS_SETTINGS}
-        return LossOptions(
-            self.loss,
-            self.output,
-            self.class_axis,
-            self.find_logits,
-            self.loss_weights,
-            self.batch_axes,
-            named_settings(**settings),
-        )
+        return LossOptions(self.loss, self.output, self.class_axis, self.batch_axes)
 
 
 def check_damping(damping: float, exps: Sequence[float]) -> None:

@@ -30,7 +30,6 @@ from kfac_engine.engine.loss_bindings import (
     LossOptions,
     bind_losses,
     check_real,
-    named_settings,
     real_outputs,
 )
 from kfac_engine.errors import (
@@ -68,18 +67,12 @@ def differentiate(  # noqa: PLR0913 (every choice a user has, each with a defaul
     *,
     freeze: str | Sequence[str] | None = None,
     class_axis: int = -1,
-    find_logits: bool = True,
-    loss_weights: Sequence[float] | None = None,
     reduction: Reduction = "mean",
     sample_inputs: Mapping[str, Array] | None = None,
     batch_axes: Mapping[str, int] | None = None,
     gradient_dtype: GradientDType = "file",
     provider: Provider = "any",
     path: str | Path | None = None,
-    ignore_index: int | None = None,
-    class_weights: Sequence[float] | Array | None = None,
-    positive_weights: float | Sequence[float] | Array | None = None,
-    label_smoothing: float | None = None,
     probabilities: bool = False,
     weights: Form | None = None,
     mask: Form | None = None,
@@ -89,15 +82,12 @@ def differentiate(  # noqa: PLR0913 (every choice a user has, each with a defaul
     Args:
         model: Path, bytes or ``ModelProto``.
         loss: Name of a loss, a loss with options such as ``Categorical(…)``, a list with a loss for
-            each output, or a dictionary from outputs to losses. Without a loss, the function is
-            ``⟨cotangent, output⟩``.
+            each output, or a dictionary from outputs to losses. If no target of a batch counts, the
+            mean is NaN. Without a loss, the function is ``⟨cotangent, output⟩``.
         output: Name of the differentiated output, or a list; as for ``Engine.from_onnx``.
         wrt: Pattern of parameter and input names, or several; the trainable parameters by default.
         freeze: Pattern of parameter names to exclude, or several.
         class_axis: Axis of the classes or features in the output, as for ``Engine.from_onnx``.
-        find_logits: Whether a loss on an output of probabilities reads the logits from which the
-            model computes them.
-        loss_weights: Factor of each loss; ones by default.
         reduction: ``"mean"`` over batch and positions, ``"batch_mean"`` or ``"sum"``.
         sample_inputs: A batch that determines shapes, if none can be generated.
         batch_axes: Axis of the examples of each input, by name; determined by sample runs if
@@ -108,11 +98,6 @@ def differentiate(  # noqa: PLR0913 (every choice a user has, each with a defaul
             correctly on WebGPU.
         path: Path of a file for the result. Required for more than 2 GB of weights: they are
             written to ``<name>.data`` in the same folder, and the returned model refers to them.
-        ignore_index: Target that does not count, as for ``Engine.from_onnx``. If no target of a
-            batch counts, the mean is NaN.
-        class_weights: Weight of the targets of each class.
-        positive_weights: Weight of targets of 1 of a sigmoid loss.
-        label_smoothing: Part of each target that is divided among all classes.
         probabilities: Whether the targets of ``"categorical"`` are probabilities in the shape of
             the output, in place of class numbers.
         weights: Adds an input ``weights`` with a number ≥ 0 for each entry of the targets
@@ -155,13 +140,7 @@ def differentiate(  # noqa: PLR0913 (every choice a user has, each with a defaul
         value = _only_output(graph, facts, output)
         shape = declared_shape(loaded, value, facts[value])
     else:
-        options = LossOptions(
-            loss, output, class_axis, find_logits, loss_weights, batch_axes,
-            named_settings(
-                ignore_index=ignore_index, class_weights=class_weights,
-                positive_weights=positive_weights, label_smoothing=label_smoothing,
-            ),
-        ).on(loaded.graph)  # fmt: skip
+        options = LossOptions(loss, output, class_axis, batch_axes).on(loaded.graph)
         graph, facts = _append_losses(
             loaded, (graph, facts), options, reduction, sample_inputs, target_inputs
         )

@@ -9,14 +9,16 @@ space is one array. The loss is the sum over the batch and its positions.
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from contextlib import suppress
+from copy import copy
 from dataclasses import dataclass
 from math import isfinite, prod
 from numbers import Real
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, ClassVar, Self, TypeAlias
 
 import numpy as np
 
 from kfac_engine._types import Array, OfValues, Values
+from kfac_engine.arguments import at_least_zero
 from kfac_engine.backend.namespace import array_module, as_array
 from kfac_engine.errors import InputError, RegistrationError, ShapeError, UnsupportedError
 from kfac_engine.losses.checks import (
@@ -36,6 +38,12 @@ Vector: TypeAlias = Array | tuple[Array, ...]
 
 # Kinds of element types of real numbers.
 _REAL = "biuf"
+
+
+def checked_weight(weight: float) -> float:
+    """Return the factor of a loss; an InputError unless it is a finite number of at least 0."""
+    at_least_zero("weight", weight)
+    return float(weight)
 
 
 class LossFunction(ABC):
@@ -63,6 +71,7 @@ class LossFunction(ABC):
         predicts_inputs: Whether the targets are token ids that the model reads, too.
         sequences: Whether an example is one prediction, a sequence along the axis of positions, so
             that its target has a length of its own.
+        weight: Factor of the loss of an engine; see ``times``.
     """
 
     min_rank: ClassVar[int] = 1
@@ -74,6 +83,7 @@ class LossFunction(ABC):
     ordered: ClassVar[bool] = False
     predicts_inputs: ClassVar[bool] = False
     sequences: ClassVar[bool] = False
+    weight: float = 1.0
 
     def __init__(
         self,
@@ -100,6 +110,19 @@ class LossFunction(ABC):
         names = [f"{name!r:.80}" for name in self.inputs]
         targets = [] if self.targets is None else [f"targets={self.targets!r:.80}"]
         return f"{type(self).__name__}({', '.join(names + targets)})"
+
+    def times(self, weight: float) -> Self:
+        """Return a copy of the loss whose value an engine multiplies by a factor.
+
+        Args:
+            weight: The factor ≥ 0.
+
+        Raises:
+            InputError: The factor is no such number.
+        """
+        loss = copy(self)
+        loss.weight = checked_weight(weight)
+        return loss
 
     # -- defined by each distribution ------------------------------------------------------------
 

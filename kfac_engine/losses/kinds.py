@@ -8,9 +8,10 @@ from inspect import signature
 from typing import Any
 
 from kfac_engine._types import Array
+from kfac_engine.arguments import flag
 from kfac_engine.backend.namespace import array_module, as_array
 from kfac_engine.errors import ShapeError, UnknownNameError, suggestion
-from kfac_engine.losses.base import LossFunction
+from kfac_engine.losses.base import LossFunction, checked_weight
 from kfac_engine.losses.bernoulli import MultiBernoulliNegativeLogProbLoss
 from kfac_engine.losses.categorical import CategoricalLogitsNegativeLogProbLoss
 from kfac_engine.losses.causal import CausalNegativeLogProbLoss
@@ -53,6 +54,8 @@ LOSSES: Registry[Callable[..., LossFunction]] = Registry(
 OUTPUT = "output"
 # Arguments that say where a loss is, instead of what it is.
 _PLACE = ("targets", "seed", "class_axis", "batch_axis")
+# The options of every loss by name, with their defaults.
+_OF_ALL = {"weight": 1.0, "find_logits": True}
 
 
 class LossKind:
@@ -60,6 +63,9 @@ class LossKind:
 
     Args:
         name: A name of ``LOSSES``.
+        weight: Factor ≥ 0 of the loss.
+        find_logits: Whether the loss, on an output of probabilities, reads the logits from which
+            the model computes them.
         **options: Options of the loss.
 
     Raises:
@@ -67,12 +73,15 @@ class LossKind:
         InputError: An option has a wrong value.
     """
 
-    def __init__(self, name: str, **options: Any) -> None:
+    def __init__(
+        self, name: str, *, weight: float = 1.0, find_logits: bool = True, **options: Any
+    ) -> None:
         self.name, self.options = name, options
+        self.weight, self.find_logits = checked_weight(weight), flag("find_logits", find_logits)
         known = list(signature(LOSSES[name]).parameters)[1:]
         for option in options:
             if option not in known or option in _PLACE:
-                its = [other for other in known if other not in _PLACE]
+                its = [*(other for other in known if other not in _PLACE), *_OF_ALL]
                 raise UnknownNameError(
                     f"the loss '{name}' has no option '{option}'{suggestion(option, its)}; its "
                     f"options: {', '.join(its)}."
@@ -81,7 +90,10 @@ class LossKind:
 
     def __repr__(self) -> str:
         """Return the call that creates the object."""
-        options = ", ".join(f"{name}={value!r:.80}" for name, value in self.options.items())
+        chosen = {"weight": self.weight, "find_logits": self.find_logits}
+        common = {name: value for name, value in chosen.items() if value != _OF_ALL[name]}
+        every = {**self.options, **common}
+        options = ", ".join(f"{name}={value!r:.80}" for name, value in every.items())
         kind = type(self)
         return f"LossKind({self.name!r}, {options})" if kind is LossKind else (
             f"{kind.__name__}({options})"
@@ -100,15 +112,29 @@ class LossKind:
 
 
 class FileOutput(LossKind):
-    """The loss that the file computes itself; see ``OutputLoss``."""
+    """The loss that the file computes itself, times a weight; see ``OutputLoss``."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, weight: float = 1.0) -> None:
         self.name, self.options = OUTPUT, {}
+        self.weight, self.find_logits = checked_weight(weight), False
 
     def on(self, output: str, *, targets: str | None = None, class_axis: int = -1) -> LossFunction:
         """Return the loss on an output with losses."""
         del targets, class_axis
         return OutputLoss(output)
+
+
+def loss_named(name: str, **options: Any) -> LossKind:
+    """Return the loss of a name, one of ``LOSSES`` or ``"output"``; raises as ``LossKind``."""
+    if name != OUTPUT:
+        return LossKind(name, **options)
+    for option in options:
+        if option != "weight":
+            raise UnknownNameError(
+                f"the loss '{OUTPUT}', which the file computes itself, has no option '{option}'; "
+                f"its option: weight."
+            )
+    return FileOutput(**options)
 
 
 class Categorical(LossKind):
@@ -119,6 +145,9 @@ class Categorical(LossKind):
             none.
         class_weights: A number ≥ 0 for each class, the weight of its targets.
         label_smoothing: Part of each target, in [0, 1), that is divided among all classes.
+        weight: Factor ≥ 0 of the loss.
+        find_logits: Whether the loss, on an output of probabilities, reads the logits from which
+            the model computes them.
     """
 
     def __init__(
@@ -127,12 +156,16 @@ class Categorical(LossKind):
         ignore_index: int | None = -100,
         class_weights: Sequence[float] | Array | None = None,
         label_smoothing: float = 0.0,
+        weight: float = 1.0,
+        find_logits: bool = True,
     ) -> None:
         super().__init__(
             "categorical",
             ignore_index=ignore_index,
             class_weights=class_weights,
             label_smoothing=label_smoothing,
+            weight=weight,
+            find_logits=find_logits,
         )
 
 
@@ -144,6 +177,9 @@ class MultiBernoulli(LossKind):
         positive_weights: A number ≥ 0, or one for each feature: the weight of targets of 1. Targets
             of 0 have the weight 1.
         label_smoothing: Part of each target, in [0, 1), that is divided among 0 and 1.
+        weight: Factor ≥ 0 of the loss.
+        find_logits: Whether the loss, on an output of probabilities, reads the logits from which
+            the model computes them.
     """
 
     def __init__(
@@ -152,12 +188,16 @@ class MultiBernoulli(LossKind):
         ignore_index: int | None = -100,
         positive_weights: float | Sequence[float] | Array | None = None,
         label_smoothing: float = 0.0,
+        weight: float = 1.0,
+        find_logits: bool = True,
     ) -> None:
         super().__init__(
             "multi_bernoulli",
             ignore_index=ignore_index,
             positive_weights=positive_weights,
             label_smoothing=label_smoothing,
+            weight=weight,
+            find_logits=find_logits,
         )
 
 
@@ -167,10 +207,13 @@ class Normal(LossKind):
     Args:
         var: The variance > 0.
         ignore_index: Target that does not count; None for none.
+        weight: Factor ≥ 0 of the loss.
     """
 
-    def __init__(self, *, var: float = 0.5, ignore_index: int | None = None) -> None:
-        super().__init__("normal", var=var, ignore_index=ignore_index)
+    def __init__(
+        self, *, var: float = 0.5, ignore_index: int | None = None, weight: float = 1.0
+    ) -> None:
+        super().__init__("normal", var=var, ignore_index=ignore_index, weight=weight)
 
 
 class L1(LossKind):
@@ -179,10 +222,13 @@ class L1(LossKind):
     Args:
         scale: The scale > 0.
         ignore_index: Target that does not count; None for none.
+        weight: Factor ≥ 0 of the loss.
     """
 
-    def __init__(self, *, scale: float = 1.0, ignore_index: int | None = None) -> None:
-        super().__init__("l1", scale=scale, ignore_index=ignore_index)
+    def __init__(
+        self, *, scale: float = 1.0, ignore_index: int | None = None, weight: float = 1.0
+    ) -> None:
+        super().__init__("l1", scale=scale, ignore_index=ignore_index, weight=weight)
 
 
 class Huber(LossKind):
@@ -191,10 +237,13 @@ class Huber(LossKind):
     Args:
         delta: The error > 0 from which the loss is linear.
         ignore_index: Target that does not count; None for none.
+        weight: Factor ≥ 0 of the loss.
     """
 
-    def __init__(self, *, delta: float = 1.0, ignore_index: int | None = None) -> None:
-        super().__init__("huber", delta=delta, ignore_index=ignore_index)
+    def __init__(
+        self, *, delta: float = 1.0, ignore_index: int | None = None, weight: float = 1.0
+    ) -> None:
+        super().__init__("huber", delta=delta, ignore_index=ignore_index, weight=weight)
 
 
 class Poisson(LossKind):
@@ -202,10 +251,11 @@ class Poisson(LossKind):
 
     Args:
         ignore_index: Target that does not count; None for none.
+        weight: Factor ≥ 0 of the loss.
     """
 
-    def __init__(self, *, ignore_index: int | None = -100) -> None:
-        super().__init__("poisson", ignore_index=ignore_index)
+    def __init__(self, *, ignore_index: int | None = -100, weight: float = 1.0) -> None:
+        super().__init__("poisson", ignore_index=ignore_index, weight=weight)
 
 
 class CausalLM(LossKind):
@@ -236,10 +286,13 @@ class CTC(LossKind):
 
     Args:
         blank: Class that stands for no label.
+        weight: Factor ≥ 0 of the loss.
+        find_logits: Whether the loss, on an output of probabilities, reads the logits from which
+            the model computes them.
     """
 
-    def __init__(self, *, blank: int = 0) -> None:
-        super().__init__("ctc", blank=blank)
+    def __init__(self, *, blank: int = 0, weight: float = 1.0, find_logits: bool = True) -> None:
+        super().__init__("ctc", blank=blank, weight=weight, find_logits=find_logits)
 
     def decode(self, logits: Array, frames: Array | None = None) -> Array:
         """Return the labels of the most probable path of each example.

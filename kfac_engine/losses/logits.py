@@ -245,7 +245,7 @@ def _check_axis(
         raise ShapeError(
             f"{node.op} (node '{node.name}') normalizes over entries that are not one axis of "
             f"'{output}'; put the loss on its operand '{node.inputs[0]}', or keep the output "
-            f"with find_logits=False."
+            f"with find_logits=False, an option of the loss."
         )
     if not -rank <= class_axis < rank or axis != class_axis % rank:
         raise ShapeError(

@@ -10,7 +10,6 @@ from inspect import signature
 from pathlib import Path
 from typing import Any
 
-from kfac_engine._types import Array
 from kfac_engine.arguments import check_seed, flag, whole
 from kfac_engine.datasets.files import files_of
 from kfac_engine.datasets.first_examples import with_first_examples
@@ -19,7 +18,7 @@ from kfac_engine.datasets.shards import Share
 from kfac_engine.distributed.agreement import Agreement
 from kfac_engine.distributed.protocol import Alone
 from kfac_engine.engine.engine import Engine
-from kfac_engine.engine.loss_bindings import LossChoices, named_settings
+from kfac_engine.engine.loss_bindings import LossChoices
 from kfac_engine.engine.metrics import MetricChoice
 from kfac_engine.engine.options import EngineOptions
 from kfac_engine.errors import (
@@ -89,11 +88,6 @@ def fit(  # noqa: PLR0913 (the options of a run, one after the other)
     checkpoint_every: int | None = None,
     rollbacks: int = 3,
     progress: bool = False,
-    loss_weights: Sequence[float] | Mapping[str, float] | None = None,
-    ignore_index: int | None = None,
-    class_weights: Sequence[float] | Array | None = None,
-    positive_weights: float | Sequence[float] | Array | None = None,
-    label_smoothing: float | None = None,
     **options: Any,
 ) -> History:
     """Train a model on data.
@@ -145,11 +139,6 @@ def fit(  # noqa: PLR0913 (the options of a run, one after the other)
         rollbacks: How often the run returns to earlier parameters, with smaller steps, where the
             loss explodes; 0 for never.
         progress: Whether to show the progress on stderr: a bar on a terminal, lines elsewhere.
-        loss_weights: Factor of each loss of a model; see ``EngineOptions``.
-        ignore_index: Option of the loss of a model.
-        class_weights: Option of the loss of a model.
-        positive_weights: Option of the loss of a model.
-        label_smoothing: Option of the loss of a model.
         options: Further arguments of the class of an optimizer that ``optimizer`` names, such as
             ``learning_rate`` and ``weight_decay``.
 
@@ -177,15 +166,8 @@ def fit(  # noqa: PLR0913 (the options of a run, one after the other)
         refuse_separate_targets(loss, "fit(model, (inputs, targets), …)")
         _check_plain(batch_size, accumulate, seed, resume=resume, progress=progress)
         hooks = Hooks(callbacks)
-        settings = named_settings(
-            loss_weights=loss_weights,
-            ignore_index=ignore_index,
-            class_weights=class_weights,
-            positive_weights=positive_weights,
-            label_smoothing=label_smoothing,
-        )
         chosen = _maker(optimizer, options, model_or_engine)(
-            _engine(model_or_engine, data, loss, seed, settings)
+            _engine(model_or_engine, data, loss, seed)
         )
         hooks.keep_those_of(agreement.rank)
         measured = recorded_metrics(metrics, chosen.engine)
@@ -392,20 +374,11 @@ def _engine(
     data: Data,
     loss: LossChoices,
     seed: int,
-    settings: Mapping[str, Any],
 ) -> Engine:
     """Return the engine of a run."""
-    if not isinstance(source, Engine):
-        _, sample = with_first_examples(source, data)
-        return Engine.from_onnx(
-            source,
-            loss=loss,
-            seed=seed,
-            gradient_dtype="float32",
-            **{**settings, "sample_inputs": sample},
-        )
-    if settings:
-        raise InputError(
-            f"an engine has a loss with its options; give {', '.join(settings)} to from_onnx."
-        )
-    return source
+    if isinstance(source, Engine):
+        return source
+    _, sample = with_first_examples(source, data)
+    return Engine.from_onnx(
+        source, loss=loss, seed=seed, gradient_dtype="float32", sample_inputs=sample
+    )

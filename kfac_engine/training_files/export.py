@@ -73,13 +73,7 @@ def export_training(  # noqa: PLR0913 (every choice a user has, each with a defa
     path: str | Path,
     output: str | Sequence[str] | None = None,
     class_axis: int = -1,
-    find_logits: bool = True,
-    loss_weights: Sequence[float] | None = None,
     reduction: Reduction = "mean",
-    ignore_index: int | None = None,
-    class_weights: Sequence[float] | Array | None = None,
-    positive_weights: float | Sequence[float] | Array | None = None,
-    label_smoothing: float | None = None,
     probabilities: bool = False,
     weights: Form | None = None,
     mask: Form | None = None,
@@ -110,13 +104,7 @@ def export_training(  # noqa: PLR0913 (every choice a user has, each with a defa
         path: Folder of the files; it is created if it does not exist.
         output: Name of the output with the loss, as in ``Engine.from_onnx``.
         class_axis: Axis of the classes in the output, as for ``Engine.from_onnx``.
-        find_logits: Whether a loss on an output of probabilities reads the logits.
-        loss_weights: Factor of each loss; ones by default.
         reduction: ``"mean"``, ``"batch_mean"`` or ``"sum"``.
-        ignore_index: Target that does not count, as for ``Engine.from_onnx``.
-        class_weights: Weight of the targets of each class.
-        positive_weights: Weight of targets of 1 of a sigmoid loss.
-        label_smoothing: Part of each target that is divided among all classes.
         probabilities: Whether targets of classes are probabilities, as for ``differentiate``.
         weights: What has a number in the input ``weights``, as for ``differentiate``.
         mask: What has a Boolean in the input ``mask``, as for ``differentiate``.
@@ -164,10 +152,8 @@ def export_training(  # noqa: PLR0913 (every choice a user has, each with a defa
             "'internal'."
         )
     chosen = EngineOptions(
-        loss=loss, output=output, class_axis=class_axis, find_logits=find_logits,
-        loss_weights=loss_weights, reduction=reduction, ignore_index=ignore_index,
-        class_weights=class_weights, positive_weights=positive_weights,
-        label_smoothing=label_smoothing, trainable=trainable, freeze=freeze,
+        loss=loss, output=output, class_axis=class_axis, reduction=reduction,
+        trainable=trainable, freeze=freeze,
         train_form=train_form, tie_weights=tie_weights, batch_axes=batch_axes,
         sample_inputs=sample_inputs, backend="numpy", threads=1, gradient_dtype="float32",
     )  # fmt: skip

@@ -34,37 +34,45 @@ def test_options_and_weights_are_those_of_python(batch, capsys):
     inputs, targets, weights = batch
     model = models.mlp()
     kind = ke.Categorical(ignore_index=7, class_weights=WEIGHTS, label_smoothing=0.1)
-    options = ["--ignore-index=7", "--label-smoothing=0.1"]
     for data, wanted in (("x.npz", targets), ("w.npz", ke.Weighted(targets, weights))):
         expected = ke.precondition(model, inputs, wanted, loss=kind)
-        for file in ("c.npy", "c.txt"):
-            found = gradients(data, *options, f"--class-weights={file}")
+        for numbers in ("'c.npy'", "'c.txt'", "[0.5, 2, 1]"):
+            options = f"ignore_index=7, label_smoothing=0.1, class_weights={numbers}"
+            found = gradients(data, "--loss", f"categorical({options})")
             for name, array in expected.natural_gradients.items():
                 np.testing.assert_array_equal(found[f"natural_gradient/{name}"], array)
     capsys.readouterr()
 
 
-def test_a_file_without_numbers_is_one_clear_error(batch, capsys, tmp_path):
+WRONG = {
+    "no numbers": ("categorical(class_weights='no.txt')", "text with numbers"),
+    "no file": ("categorical(class_weights='absent.txt')", "no such file"),
+    "range": ("categorical(label_smoothing=1)", "label_smoothing must lie in [0, 1)"),
+    "misspelled": ("categorical(ignor_index=7)", "(did you mean 'ignore_index'?)"),
+    "of another loss": ("normal(label_smoothing=0.1)", "'normal' has no option 'label_smoothing'"),
+    "without a name": ("categorical(7)", "such as categorical(ignore_index=255"),
+    "no literal": ("categorical(ignore_index=f())", "expected NAME or NAME(OPTION=VALUE"),
+    "deep": ("categorical(ignore_index=" + "[" * 5000, "expected NAME or NAME(OPTION=VALUE"),
+    "a dictionary": ("categorical(**{})", "expected NAME or NAME(OPTION=VALUE"),
+    "negative weight": ("categorical(weight=-1)", "weight must be at least 0"),
+    "the file's own": ("output(ignore_index=1)", "has no option 'ignore_index'"),
+    "some outputs": ("output=normal --loss normal", "expected LOSS or OUTPUT=LOSS in all"),
+}
+
+
+@pytest.mark.parametrize(("loss", "message"), WRONG.values(), ids=WRONG)
+def test_a_wrong_loss_is_one_clear_error(batch, loss, message, capsys, tmp_path):
     (tmp_path / "no.txt").write_text("many")
-    arguments = [
-        "precondition",
-        "m.onnx",
-        "--inputs",
-        "x.npz",
-        "-o",
-        "g.safetensors",
-        "--ignore-index=7",
-    ]
-    for file, message in (("no.txt", "text with numbers"), ("absent.txt", "no such file")):
-        assert main([*arguments, f"--class-weights={file}"]) != 0
-        assert message in capsys.readouterr().err
-    assert main([*arguments, "--label-smoothing=1"]) != 0
-    assert "--label-smoothing must lie in [0, 1)" in capsys.readouterr().err
+    first, *rest = loss.split(" --loss ")
+    several = [word for other in rest for word in ("--loss", other)]
+    arguments = ["precondition", "m.onnx", "--inputs", "x.npz", "-o", "g.safetensors"]
+    assert main([*arguments, "--loss", first, *several]) == 2
+    assert message in " ".join(capsys.readouterr().err.split())
 
 
 def test_training_files_have_an_input_for_weights(batch, capsys):
     arguments = ["export-training", "m.onnx", "--optimizer", "adam", "-o", "train"]
-    assert main([*arguments, "--weights", "examples", "--ignore-index", "7"]) == 0
+    assert main([*arguments, "--weights", "examples", "--loss", "categorical(ignore_index=7)"]) == 0
     assert "input, targets, weights, rate" in capsys.readouterr().out
     inputs, targets, weights = batch
     files = ke.TrainingFiles("train")

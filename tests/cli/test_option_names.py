@@ -75,9 +75,7 @@ def test_error_names_the_option(flag, folder, monkeypatch, capsys):
     [
         ("estimation_mode must be one of exact", "--mode must be one of exact"),
         ("damping must be positive", "--damping must be positive"),
-        ("each of loss_weights must be finite", "each of --loss-weight must be finite"),
         ("choose it with output=…", "choose it with --output"),
-        ("find_logits=False reads them", "--no-find-logits reads them"),
         ("train_form=True trains it", "--train-form trains it"),
         ("name class_axis=1", "name --class-axis 1"),
         ("validation=0.1 of 3", "--validation 0.1 of 3"),

@@ -171,7 +171,7 @@ def test_losses_whose_counts_differ_between_parts_have_their_own_divisors():
         {"x": ["batch", "length", 3]}, {"y": ["batch", "length", 4], "z": ["batch", 4]}
     )
     engine = ke.Engine.from_onnx(
-        model, loss=["categorical", "normal"], output=["y", "z"], loss_weights=[1.0, 0.5], threads=1
+        model, loss=["categorical", ke.Normal(weight=0.5)], output=["y", "z"], threads=1
     )
     rng = np.random.default_rng(0)
     parts = [
@@ -181,12 +181,9 @@ def test_losses_whose_counts_differ_between_parts_have_their_own_divisors():
     losses, gradients = 0.0, 0.0
     for inputs, targets in parts:
         share = np.array([targets["y"].size / 47, len(targets["y"]) / 9])
-        for loss, factor in zip(("categorical", "normal"), share, strict=True):
-            output = {"categorical": "y", "normal": "z"}[loss]
-            one = ke.Engine.from_onnx(
-                model, loss=loss, output=output, threads=1,
-                loss_weights=[{"categorical": 1.0, "normal": 0.5}[loss]],
-            )  # fmt: skip
+        losses = {"y": "categorical", "z": ke.Normal(weight=0.5)}
+        for (output, loss), factor in zip(losses.items(), share, strict=True):
+            one = ke.Engine.from_onnx(model, loss=loss, output=output, threads=1)
             result = one.gradients(inputs, targets[output])
             losses += factor * result.loss
             gradients += factor * result.gradients["W"]

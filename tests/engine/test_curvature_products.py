@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 import kfac_engine as ke
+from kfac_engine.losses.kinds import LossKind
 from kfac_engine.losses.objective import REDUCTIONS
 from tests import models
 from tests.engine.test_engine import random_targets
@@ -16,11 +17,12 @@ LOSSES = {"mlp": "categorical", "token_mlp": "categorical", "tied": "normal"}
 
 def case(name, **options):
     model, loss = models.MODELS[name](dtype="float64"), LOSSES[name]
+    options.setdefault("loss", loss)
     inputs = models.random_inputs(model, BATCH)
     targets = random_targets(model, inputs, loss).astype(
         "int64" if loss == "categorical" else "float64"
     )
-    engine = ke.Engine.from_onnx(model, loss=loss, threads=1, **options)
+    engine = ke.Engine.from_onnx(model, threads=1, **options)
     return engine, model, inputs, targets
 
 
@@ -36,7 +38,7 @@ def flat(vector, names):
 def test_the_weight_of_a_loss_multiplies_the_matrix():
     vector, forms = draw(case("mlp")[0]), []
     for weight in (1.0, 3.0):
-        engine, _, inputs, _ = case("mlp", loss_weights=[weight])
+        engine, _, inputs, _ = case("mlp", loss=LossKind(LOSSES["mlp"], weight=weight))
         products = engine.curvature_products(engine.trace(inputs))
         forms.append(float(products.quadratic_forms(vector)[0, 0]))
     assert forms[1] == pytest.approx(3 * forms[0], rel=1e-12)

@@ -10,6 +10,7 @@ from onnx import numpy_helper
 
 import kfac_engine as ke
 from kfac_engine.__main__ import main
+from kfac_engine.losses.kinds import loss_named
 from tests.models import parsed
 
 N, D, C, T = 6, 5, 4, 3
@@ -197,8 +198,11 @@ def test_the_distribution_may_be_named():
     for name in ("categorical", "cross_entropy"):
         engine = ke.Engine.from_onnx(model(entry, nodes, **constants), loss=name, threads=1)
         assert engine.loss({"x": x}, labels) == pytest.approx(float(expected), rel=1e-9)
-    with pytest.raises(ke.InputError, match="ignore_index cannot be given: the file computes"):
-        ke.Engine.from_onnx(model(entry, nodes), loss="output", ignore_index=1)
+    doubled = loss_named("output", weight=2.0)
+    engine = ke.Engine.from_onnx(model(entry, nodes, **constants), loss=doubled, threads=1)
+    assert engine.loss({"x": x}, labels) == pytest.approx(2 * float(expected), rel=1e-9)
+    with pytest.raises(ke.UnknownNameError, match="'output', which the file computes itself, has"):
+        loss_named("output", ignore_index=1)
 
 
 def test_log_probabilities_beside_a_loss_are_no_loss():

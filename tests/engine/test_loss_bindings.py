@@ -284,7 +284,6 @@ REFUSED = {
         {"loss": {"mean": ke.NormalMeanNegativeLogProbLoss("mean")}},
         "names its output itself",
     ),
-    "a weight too few": ({"loss": HEADS, "loss_weights": [1]}, "1 loss weights for 2"),
     "nothing": ({"loss": {}}, "loss must be a name"),
 }
 
@@ -294,18 +293,19 @@ def test_losses_are_put_on_outputs_by_name_and_pattern():
     inputs = {"input": rng.standard_normal((6, 5)).astype(np.float32)}
     targets = {"logits": rng.integers(0, 3, 6), "mean": rng.standard_normal((6, 2))}
     said = ke.precondition(
-        model, inputs, targets, ["normal", "categorical"],
-        output=["mean", "logits"], loss_weights=[0.5, 2],
+        model, inputs, targets, [ke.Normal(weight=0.5), ke.Categorical(weight=2)],
+        output=["mean", "logits"],
     )  # fmt: skip
-    for loss in {"mean": "normal", "logits": "categorical"}, {"m*n": "normal", "l*": "categorical"}:
-        found = ke.precondition(model, inputs, targets, loss, loss_weights=[0.5, 2])
+    for names in ("mean", "logits"), ("m*n", "l*"):
+        losses = dict(zip(names, (ke.Normal(weight=0.5), ke.Categorical(weight=2)), strict=True))
+        found = ke.precondition(model, inputs, targets, losses)
         assert found.loss == said.loss
         for name, gradient in said.natural_gradients.items():
             np.testing.assert_array_equal(found.natural_gradients[name], gradient)
-    everything = ke.Engine.from_onnx(model, loss={"*": "normal"}, loss_weights=[0.5])
+    everything = ke.Engine.from_onnx(model, loss={"*": ke.Normal(weight=0.5)})
     assert [loss.output for loss in everything.losses] == ["logits", "mean"]
     means = {"logits": np.ones((6, 3)), "mean": np.ones((6, 2))}
-    one = ke.Engine.from_onnx(model, loss=["normal", "normal"], loss_weights=[0.5, 0.5])
+    one = ke.Engine.from_onnx(model, loss=[ke.Normal(weight=0.5)] * 2)
     assert everything.loss(inputs, means) == one.loss(inputs, means)
 
 

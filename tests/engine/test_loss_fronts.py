@@ -7,7 +7,7 @@ from safetensors.numpy import load_file
 
 import kfac_engine as ke
 from kfac_engine.__main__ import main
-from kfac_engine.losses import LOSSES
+from kfac_engine.losses import LOSSES, LossKind
 from tests import models
 
 N, CLASSES = 6, 3
@@ -45,45 +45,45 @@ MODEL = models.mlp()
 INPUTS = models.random_inputs(MODEL, batch=N)
 
 
-def from_onnx(loss, targets, folder, **options):
-    return ke.Engine.from_onnx(MODEL, loss=loss, **options).gradients(INPUTS, targets).gradients
+def from_onnx(loss, targets, folder):
+    return ke.Engine.from_onnx(MODEL, loss=loss).gradients(INPUTS, targets).gradients
 
 
-def from_step(loss, targets, folder, **options):
-    return ke.Engine.from_onnx(MODEL, loss=loss, **options).step(INPUTS, targets).gradients
+def from_step(loss, targets, folder):
+    return ke.Engine.from_onnx(MODEL, loss=loss).step(INPUTS, targets).gradients
 
 
-def from_precondition(loss, targets, folder, **options):
-    return ke.precondition(MODEL, INPUTS, targets, loss=loss, **options).gradients
+def from_precondition(loss, targets, folder):
+    return ke.precondition(MODEL, INPUTS, targets, loss=loss).gradients
 
 
-def from_fit(loss, targets, folder, **options):
+def from_fit(loss, targets, folder):
     """The change of the parameters by a step of gradient descent of rate 0.01."""
     start = ke.Engine.from_onnx(MODEL, loss="categorical").parameters
     history = ke.fit(
         MODEL, (INPUTS, targets), loss=loss, optimizer="sgd", batch_size=N, steps=1,
-        schedule="constant", **options,
+        schedule="constant",
     )  # fmt: skip
     trained = history.engine.parameters
     return {name: (start[name] - trained[name]) / 0.01 for name in start}
 
 
-def from_file(loss, targets, folder, **options):
-    file = ke.differentiate(MODEL, loss, **options)
+def from_file(loss, targets, folder):
+    file = ke.differentiate(MODEL, loss)
     session = onnxruntime.InferenceSession(file.SerializeToString())
     names = [entry.name.removeprefix("gradient/") for entry in session.get_outputs()]
     return dict(zip(names, session.run(None, {**INPUTS, "targets": targets}), strict=True))
 
 
-def from_command(loss, targets, folder, **options):
+def from_command(loss, targets, folder):
     (folder / "m.onnx").write_bytes(MODEL.SerializeToString())
     np.savez(folder / "x.npz", **INPUTS, targets=targets)
     np.save(folder / "n.npy", NUMBERS)
-    given = {k: folder / "n.npy" if k.endswith("weights") else v for k, v in options.items()}
-    flags = [f"--{name.replace('_', '-')}={value}" for name, value in given.items()]
+    files = {k: str(folder / "n.npy") for k in loss.options if k.endswith("weights")}
+    options = ", ".join(f"{k}={v!r}" for k, v in {**loss.options, **files}.items())
     out = folder / "g.safetensors"
     arguments = ["precondition", folder / "m.onnx", "--inputs", folder / "x.npz", "-o", out]
-    assert main([*map(str, arguments), "--loss", loss, *flags]) == 0
+    assert main([*map(str, arguments), "--loss", f"{loss.name}({options})"]) == 0
     found = load_file(out)
     return {k.removeprefix("gradient/"): v for k, v in found.items() if k.startswith("gradient/")}
 
@@ -97,13 +97,13 @@ def test_every_front_takes_every_option(name, chosen, front, tmp_path, capsys):
     options, targets = {key: OPTIONS[key] for key in chosen}, TARGETS[name]
     loss = LOSSES[name]("output", targets="targets", **options)
     expected = ke.Engine.from_onnx(MODEL, loss=loss).gradients(INPUTS, targets).gradients
-    found = front(name, targets, tmp_path, **options)
+    found = front(LossKind(name, **options), targets, tmp_path)
     capsys.readouterr()
     for key, array in expected.items():
         np.testing.assert_allclose(found[key], array, rtol=0, atol=2e-4 * abs(array).max())
     others = {key: value for key, value in options.items() if key == "ignore_index"}
     if others != options:  # the other option is not the cause of the agreement
-        plain = ke.Engine.from_onnx(MODEL, loss=ke.losses.LossKind(name, **others))
+        plain = ke.Engine.from_onnx(MODEL, loss=LossKind(name, **others))
         (key, array), *_ = plain.gradients(INPUTS, targets).gradients.items()
         assert abs(array - expected[key]).max() > 1e-2 * abs(array).max()
 
@@ -111,13 +111,3 @@ def test_every_front_takes_every_option(name, chosen, front, tmp_path, capsys):
 def test_the_table_has_every_loss():
     classes = {LOSSES[name] for name in LOSSES if not LOSSES[name].ordered}  # they have own tests
     assert {LOSSES[name] for name in TARGETS} == classes
-
-
-@pytest.mark.parametrize("front", FRONTS[:3], ids=lambda f: f.__name__.removeprefix("from_"))
-def test_objects_with_options_are_losses_wherever_names_are(front, tmp_path):
-    kind = ke.Categorical(ignore_index=7, label_smoothing=0.2)
-    expected = front("categorical", IDS, tmp_path, ignore_index=7, label_smoothing=0.2)
-    for key, array in front(kind, IDS, tmp_path).items():
-        np.testing.assert_array_equal(array, expected[key])
-    with pytest.raises(ke.InputError, match="give them to the loss object instead"):
-        front(kind, IDS, tmp_path, ignore_index=7)

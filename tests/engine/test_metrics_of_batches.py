@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import kfac_engine as ke
+from kfac_engine.losses.kinds import LossKind, loss_named
 from tests.models import parsed
 
 RNG = np.random.default_rng(0)
@@ -98,9 +99,8 @@ def engine(case, reduction="mean"):
     outputs = CASES[case][0]
     return ke.Engine.from_onnx(
         model(),
-        loss=[KINDS[name] for name in outputs],
+        loss=[LossKind(KINDS[name], weight=FACTORS[name]) for name in outputs],
         output=outputs,
-        loss_weights=[FACTORS[name] for name in outputs],
         reduction=reduction,
         threads=1,
     )
@@ -238,8 +238,8 @@ def test_a_number_of_the_batch_leaves_the_reduction_of_other_losses():
     squares, penalty = SQUARES.sum(1), abs(WEIGHTS["b"]).sum()
     for reduction, expected in {"mean": squares.mean(), "sum": squares.sum()}.items():
         tested = ke.Engine.from_onnx(
-            file, loss={"box": "normal", "penalty": "output"}, reduction=reduction, threads=1,
-            loss_weights=[1.0, 0.1],
+            file, loss={"box": "normal", "penalty": loss_named("output", weight=0.1)},
+            reduction=reduction, threads=1,
         )  # fmt: skip
         assert tested.loss({"x": X}, {"box": BOXES}) == pytest.approx(expected + 0.1 * penalty)
         for cuts in CUTS:

@@ -7,6 +7,7 @@ from onnx import parser
 from scipy import special
 
 import kfac_engine as ke
+from kfac_engine.losses.kinds import LossKind
 from tests import models
 
 OPTIONS = {
@@ -30,14 +31,15 @@ def test_file_computes_the_loss_of_an_engine(case, name, reduction):
     loss, options = case
     model, rng = models.MODELS[name](), np.random.default_rng(0)
     inputs = models.random_inputs(model, batch=6)
-    engine = ke.Engine.from_onnx(model, loss=loss, reduction=reduction, threads=1, **options)
+    kind = LossKind(loss, **options)
+    engine = ke.Engine.from_onnx(model, loss=kind, reduction=reduction, threads=1)
     z = engine.trace(inputs)["output"]
     shape = z.shape[:-1] if loss == "categorical" else z.shape
     targets = rng.integers(0, 3 if loss == "categorical" else 2, shape)
     targets[rng.random(shape) < 0.3] = options.get("ignore_index", 0)
     targets = targets if loss == "categorical" else targets.astype(np.float32)
     expected = engine.gradients(inputs, targets)
-    file = ke.differentiate(model, loss, reduction=reduction, **options)
+    file = ke.differentiate(model, kind, reduction=reduction)
     session = onnxruntime.InferenceSession(file.SerializeToString())
     names = [entry.name for entry in session.get_outputs()]
     found = dict(zip(names, session.run(None, {**inputs, "targets": targets}), strict=True))

@@ -190,8 +190,7 @@ def test_weights_of_binary_targets_are_those_of_weighted_targets():
     weight = torch.rand(8, 3)
     loss = nn.BCEWithLogitsLoss(weight=weight)(module(batch), targets)
     loss.backward()
-    options = {"reduction": "batch_mean", "loss_weights": [1 / 3]}
-    kfac = KFAC(module, batch, loss="multi_bernoulli", **options)
+    kfac = KFAC(module, batch, loss=ke.MultiBernoulli(weight=1 / 3), reduction="batch_mean")
     (name,) = kfac._inputs
     found = kfac.engine.gradients({name: batch}, ke.Weighted(targets, weight))
     expected = kfac.matches.to_engine({n: p.grad for n, p in module.named_parameters()})

@@ -166,15 +166,14 @@ class Case:
     def loss(self, batch: Batch, outputs: Sequence[Array]) -> float:
         """The reduced loss of a batch, from the predictions of each head."""
         total = 0.0
-        coefficients = self.engine_options.get("loss_weights") or [1.0] * len(self.heads)
-        for head, z, k in zip(self.heads, outputs, coefficients, strict=True):
+        for head, z in zip(self.heads, outputs, strict=True):
             t = batch.targets[head.output]
             if head.flat:
                 z = z.reshape(*t.shape[:2], -1)
             value, weight = head.total(z, t, batch.weights.get(head.output))
             n = t.shape[head.axis]
             reduction = self.engine_options["reduction"]
-            total += k * value / {"mean": weight, "batch_mean": n, "sum": 1.0}[reduction]
+            total += head.weight * value / {"mean": weight, "batch_mean": n, "sum": 1.0}[reduction]
         return total
 
     def slope(self, direction: Mapping[str, Array]) -> tuple[float, float]:
@@ -236,7 +235,7 @@ def case(seed: int, single: bool = False) -> Case:
     reduction = str(rng.choice(["mean", "mean", "mean", "batch_mean", "sum"]))
     options: dict[str, Any] = {"reduction": reduction}
     if len(heads) > 1 and rng.random() < 0.5:
-        options["loss_weights"] = [0.5, 2.0]
+        heads = [replace(head, weight=k) for head, k in zip(heads, (0.5, 2.0), strict=True)]
     if heads[0].class_axis == 1 and (heads[0].loss != "categorical" or rng.random() < 0.5):
         options["class_axis"] = 1
     if rng.random() < 0.3:

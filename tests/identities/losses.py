@@ -28,6 +28,7 @@ class Head:
         form: What has a weight: "examples", "predictions" or "targets".
         options: Options of the loss.
         probabilities: Whether the targets of classes are probabilities.
+        weight: Factor of the loss.
     """
 
     output: str
@@ -40,6 +41,7 @@ class Head:
     form: str = "predictions"
     options: Mapping[str, Any] = field(default_factory=dict)
     probabilities: bool = False
+    weight: float = 1.0
 
     @property
     def classes(self) -> int:
@@ -66,7 +68,8 @@ class Head:
 
     def kind(self) -> Any:
         """The loss as an argument: its name, or an object with its options."""
-        return LOSSES[self.loss].kind(**self.options) if self.options else self.loss
+        plain = not self.options and self.weight == 1
+        return self.loss if plain else LOSSES[self.loss].kind(**self.options, weight=self.weight)
 
     def prediction_shape(self, n: int) -> tuple[int, ...]:
         """Of ``n`` examples, without the classes."""

@@ -557,19 +557,6 @@ def test_a_loss_that_no_file_computes_is_refused_before_anything_is_written(
     assert before == {path.name: path.read_bytes() for path in files.folder.iterdir()}
 
 
-def test_options_of_a_loss_by_name_are_those_of_the_loss(tmp_path):
-    model = network("dense")
-    inputs, targets = data(model)
-    options = {"class_weights": [1, 2, 3], "label_smoothing": 0.1, "ignore_index": 1}
-    losses = []
-    for loss, chosen in (("categorical", options), (ke.Categorical(**options), {}), ("mse", {})):
-        wanted = targets if loss != "mse" else np.eye(3, dtype="float32")[targets]
-        folder = tmp_path / str(len(losses))
-        files = ke.export_training(model, loss, "sgd", path=folder, learning_rate=0.1, **chosen)
-        losses.append(float(files.step(files.initial(), inputs, wanted)["loss"]))
-    assert losses[0] == losses[1] != losses[2]
-
-
 def test_a_loss_without_targets_is_refused(tmp_path):
     net = Net()
     net.dense("fc", "input", 5, 1)

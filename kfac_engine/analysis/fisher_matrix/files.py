@@ -14,9 +14,9 @@ from kfac_engine.analysis.fisher_matrix.blocks import Block, InputMoment, Spectr
 from kfac_engine.analysis.fisher_matrix.layout import Layout
 from kfac_engine.analysis.fisher_matrix.options import CurvatureOptions
 from kfac_engine.engine.build import Assembly
-from kfac_engine.engine.loss_bindings import named_settings
-from kfac_engine.engine.options import LOSS_SETTINGS
+from kfac_engine.engine.loss_bindings import LossChoices
 from kfac_engine.errors import InputError
+from kfac_engine.losses.kinds import LossKind, loss_named
 from kfac_engine.system.state_files import CURVATURE, read_state, write_state
 
 # Numbers of the whole curvature.
@@ -30,8 +30,6 @@ _STORED = (
     "layers",
     "output",
     "class_axis",
-    "find_logits",
-    "loss_weights",
     "trainable",
     "freeze",
     "approximations",
@@ -94,7 +92,10 @@ class CurvatureFile:
 
         A loss that is an object raises an InputError, because the file does not store it.
         """
-        fields = self._header["options"] | dict(changes)
+        try:
+            fields = _with_loss(self._header["options"]) | dict(changes)
+        except (TypeError, AttributeError, ValueError) as failure:
+            raise self._damaged(str(failure)) from failure
         if fields.get("loss") is None:
             raise InputError(
                 f"the curvature '{self._path}' was measured with a loss object, which the file "
@@ -168,11 +169,54 @@ def _hash(array: Array) -> str:
 def _stored(options: CurvatureOptions) -> dict[str, object]:
     """Return the options that a file stores; the loss is None if it is an object."""
     fields: dict[str, object] = {name: getattr(options, name) for name in _STORED}
-    losses = [options.loss] if isinstance(options.loss, str) else options.loss
-    is_named = isinstance(losses, list | tuple) and all(isinstance(loss, str) for loss in losses)
-    settings = {name: getattr(options, name) for name in LOSS_SETTINGS}
-    lists = {n: v if v is None else np.asarray(v).tolist() for n, v in settings.items()}
-    return fields | named_settings(**lists) | {"loss": options.loss if is_named else None}
+    return fields | {"loss": _stored_loss(options.loss)}
+
+
+def _stored_loss(loss: LossChoices) -> Any:
+    """Return a loss by name, with its options, as values of JSON; None for an object."""
+    if isinstance(loss, str):
+        return loss
+    if isinstance(loss, LossKind):
+        options = {n: v if v is None else np.asarray(v).tolist() for n, v in loss.options.items()}
+        return {"name": loss.name, "weight": loss.weight, "find_logits": loss.find_logits} | options
+    if isinstance(loss, Mapping):
+        several = {output: _stored_loss(choice) for output, choice in loss.items()}
+        return None if None in several.values() else {"outputs": several}
+    if isinstance(loss, Sequence):
+        listed = [_stored_loss(choice) for choice in loss]
+        return None if None in listed else listed
+    return None
+
+
+def _with_loss(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options of a file with the losses as objects.
+
+    Older files have options of losses, and a weight for each, next to the names.
+    """
+    rest = dict(fields)
+    weights = rest.pop("loss_weights", None)
+    old = {name: rest.pop(name) for name in _OLDER if name in rest}
+    loss = _read_loss(rest.get("loss"))
+    if weights is not None or old.get("find_logits", True) is not True or len(old) > 1:
+        names = [loss] if isinstance(loss, str) else loss
+        several = zip(names, weights or [1.0] * len(names), strict=True)
+        loss = [loss_named(name, weight=weight, **old) for name, weight in several]
+    return rest | {"loss": loss}
+
+
+# Options of losses in files of older versions.
+_OLDER = ("find_logits", "ignore_index", "class_weights", "positive_weights", "label_smoothing")
+
+
+def _read_loss(stored: Any) -> Any:
+    """Return the loss that ``_stored_loss`` returned as values of JSON."""
+    if isinstance(stored, list):
+        return [_read_loss(choice) for choice in stored]
+    if not isinstance(stored, dict):
+        return stored
+    if "outputs" in stored:
+        return {output: _read_loss(choice) for output, choice in stored["outputs"].items()}
+    return loss_named(**stored)
 
 
 def _is_header(header: Mapping[str, Any]) -> bool:

@@ -44,12 +44,6 @@ class CurvatureOptions:
         class_axis: Axis of the classes or features in that output. -1 is the axis of the softmax,
             of the channels or of the columns of the operator that computes the classes, and where
             there is no such operator, the last axis.
-        find_logits: Let a loss on probabilities read the logits from which the model computes them.
-        loss_weights: Factor of each loss; by default 1.
-        ignore_index: Target that does not count, for losses given by name.
-        class_weights: Weight of the targets of each class.
-        positive_weights: Weight of targets of 1 of a sigmoid loss.
-        label_smoothing: Part of each target that is divided among all classes.
         trainable: Pattern of the names of parameters to include; by default every constant that the
             graph uses like a parameter. A list may have several patterns.
         freeze: Pattern of the names of parameters to exclude. A list may have several patterns.
@@ -70,12 +64,6 @@ class CurvatureOptions:
     draws: Array | Mapping[str, Array] | None = None
     output: str | Sequence[str] | None = None
     class_axis: int = -1
-    find_logits: bool = True
-    loss_weights: Sequence[float] | None = None
-    ignore_index: int | None = None
-    class_weights: Sequence[float] | Array | None = None
-    positive_weights: float | Sequence[float] | Array | None = None
-    label_smoothing: float | None = None
     trainable: str | Sequence[str] | None = None
     freeze: str | Sequence[str] | None = None
     approximations: Mapping[str, str] | None = None
@@ -122,12 +110,6 @@ class CurvatureOptions:
             loss=self.loss,
             output=self.output,
             class_axis=self.class_axis,
-            find_logits=self.find_logits,
-            loss_weights=self.loss_weights,
-            ignore_index=self.ignore_index,
-            class_weights=self.class_weights,
-            positive_weights=self.positive_weights,
-            label_smoothing=self.label_smoothing,
             reduction="batch_mean",  # the mean over examples of the sum over positions
             trainable=self.trainable,
             freeze=self.freeze,

@@ -51,7 +51,7 @@ class Likelihood:
             if loss.coefficient != 1:
                 raise UnsupportedError(
                     f"the loss '{loss.name}' has the weight {loss.coefficient:g}, so that it is no "
-                    f"likelihood; measure the curvature without loss_weights, and give a "
+                    f"likelihood; measure the curvature without this weight, and give a "
                     f"temperature instead."
                 )
         terms = [term for loss in losses for term in loss.parts]

@@ -99,6 +99,39 @@ def test_loss_object_is_needed_again(tmp_path):
     assert load(path, loss=loss).examples == 5
 
 
+@pytest.mark.parametrize(
+    "loss",
+    [
+        ke.Categorical(ignore_index=7, class_weights=np.array([1.0, 2.0, 0.5]), weight=2),
+        [ke.MultiBernoulli(find_logits=False)],
+        {"output": ke.Normal(var=2.0)},
+    ],
+    ids=repr,
+)
+def test_a_loss_with_options_is_stored(loss, tmp_path):
+    path = tmp_path / "file"
+    labels = LABELS if isinstance(loss, ke.Categorical) else None
+    measured(MODEL, (INPUTS, labels), loss).save(path)
+    found = load(path).layout.options.engine.losses.choices[0]
+    expected = next(iter(loss.values() if isinstance(loss, dict) else [*np.ravel(loss)]))
+    assert (found.name, found.weight, found.find_logits) == (
+        expected.name, expected.weight, expected.find_logits,
+    )  # fmt: skip
+    for option, value in expected.options.items():
+        np.testing.assert_array_equal(found.options[option], value)
+
+
+def test_options_of_losses_in_files_of_older_versions_are_read(tmp_path):
+    path, old = tmp_path / "file", {"loss_weights": [2.0], "find_logits": False, "ignore_index": 7}
+    measured(MODEL, (INPUTS, None), loss=ke.Categorical(ignore_index=7)).save(path)
+    header, tensors = read(path)
+    header["options"] |= {"loss": "categorical", **old}
+    del header["checksum"]
+    save_file(tensors, path, {"curvature": json.dumps(header)})
+    (found,) = load(path).layout.options.engine.losses.choices
+    assert (found.weight, found.find_logits, found.options) == (2.0, False, {"ignore_index": 7})
+
+
 def read(path):
     with safe_open(str(path), framework="numpy") as file:
         header = json.loads(file.metadata()["curvature"])

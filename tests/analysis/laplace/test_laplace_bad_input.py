@@ -130,7 +130,7 @@ def test_unknown_link_and_wrong_inputs_are_refused(curvature):
 
 def test_weighted_loss_is_no_likelihood():
     model = models.mlp((4, 3, 3), dtype="float64")
-    curvature = measured(model, (models.random_inputs(model), None), loss_weights=[2.0])
+    curvature = measured(model, (models.random_inputs(model), None), ke.Categorical(weight=2.0))
     with pytest.raises(ke.UnsupportedError, match="give a temperature"):
         ke.Laplace(curvature)
 
