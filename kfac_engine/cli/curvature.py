@@ -11,7 +11,6 @@ import click
 from kfac_engine.cli.command import Group, file_path
 from kfac_engine.cli.display import (
     print_json,
-    print_lines,
     print_table,
     report_beside,
     say,
@@ -61,9 +60,6 @@ _FORM = (
         default=1e-3,
         help="Damping λ > 0 of the log-determinants and effective dimensions of the table. The "
         "file is stored without damping.",
-    ),
-    Group.OUTPUT.option(
-        "--wide", is_flag=True, help="Show all columns of the blocks in a narrow terminal."
     ),
     json_option,
 )
@@ -130,17 +126,13 @@ def _measured(
 
 # -- the report ----------------------------------------------------------------------------------
 
-# Head of the column that a narrow terminal does not show.
-_OPTIONAL = " effective dimension"
-
 
 def print_curvature(
-    curvature: "ke.Curvature", damping: float, path: Path, *, wide: bool, as_json: bool
+    curvature: "ke.Curvature", damping: float, path: Path, *, as_json: bool
 ) -> None:
     """Print a report on a curvature that is stored in ``path``.
 
-    Log-determinants and effective dimensions have the given damping. With ``wide``, all columns are
-    shown in a narrow terminal, too.
+    Log-determinants and effective dimensions have the given damping.
     """
     rows, totals, notes = _rows(curvature, damping), _totals(curvature, damping), _notes(curvature)
     if as_json:
@@ -149,8 +141,7 @@ def print_curvature(
         blocks = [asdict(row) for row in rows]
         print_json({**measured, **totals, "blocks": blocks, "notes": notes, "out": str(path)})
         return
-    if not _print_blocks(rows, wide=wide):
-        print_lines([f"not shown: the column{_OPTIONAL}; --wide shows it.", ""])
+    _print_blocks(rows)
     print_legend(block.formula for block in curvature.blocks)
     _print_totals(curvature, totals)
     for note in notes:
@@ -290,11 +281,15 @@ def _totals(curvature: "ke.Curvature", damping: float) -> dict[str, float | int 
     }
 
 
-def _print_blocks(rows: Sequence[_Row], *, wide: bool) -> bool:
-    """Print a row for each block; return whether all columns are shown."""
-    return print_table(
+def _print_blocks(rows: Sequence[_Row]) -> None:
+    """Print a row for each block."""
+    heads = (
+        "parameters", "shapes", "block", " trace", " largest", " smallest", " log det",
+        " effective dimension",
+    )  # fmt: skip
+    print_table(
         "blocks",
-        ("parameters", "shapes", "block", " trace", " largest", " smallest", " log det", _OPTIONAL),
+        heads,
         [
             (
                 [
@@ -311,7 +306,6 @@ def _print_blocks(rows: Sequence[_Row], *, wide: bool) -> bool:
             )
             for row in rows
         ],
-        optional="" if wide else _OPTIONAL,
     )
 
 

@@ -44,8 +44,6 @@ if TYPE_CHECKING:
 
 # Number of constants with one reason that have a row each; more of them share a row.
 _MOST_ALIKE = 3
-# Head of the column of the cost of a refresh.
-_REFRESH = " refresh"
 
 
 @click.command(
@@ -64,9 +62,6 @@ _REFRESH = " refresh"
     help="Picture of the eigenvalues of the factors of the batch in --inputs, next to the damping: "
     ".png, .svg, .pdf or .html. All but .html need matplotlib.",
 )
-@Group.OUTPUT.option(
-    "--wide", is_flag=True, help="Show all columns of the layers in a narrow terminal."
-)
 @keywords()
 @json_option
 @debug_option
@@ -75,7 +70,6 @@ def inspect(
     batch: int | None,
     inputs: Path | None,
     plot: Path | None,
-    wide: bool,
     options: dict[str, Any],
     as_json: bool,
 ) -> None:
@@ -95,7 +89,7 @@ def inspect(
     if as_json:
         print_json(_as_json(report))
     else:
-        _print(report, wide=wide, as_one=options["tie_weights"])
+        _print(report, as_one=options["tie_weights"])
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,13 +124,12 @@ class _Report:
         return list(dict.fromkeys(notes))
 
 
-def _print(report: _Report, *, wide: bool, as_one: bool) -> None:
+def _print(report: _Report, *, as_one: bool) -> None:
     """Print the tables and lines of a report."""
     engine = report.engine
     _say_all((f"{note}." for note in engine.export_changes.notes), warn)
     _print_losses(engine.losses)
-    if not print_layers(engine, wide=wide):
-        print_lines([f"not shown: the column {_REFRESH.strip()}; --wide shows it.", ""])
+    print_layers(engine)
     _say_all(_uncovered(engine))
     print_legend(layer.formula for layer in engine.layers)
     print_totals(engine)
@@ -204,14 +197,11 @@ def _as_json(report: _Report) -> dict[str, object]:
     }
 
 
-def print_layers(engine: "ke.Engine", *, wide: bool = False) -> bool:
-    """Print a row for each layer, and for each parameter without a layer.
-
-    Return whether all columns are shown. With ``wide``, all are shown in a narrow terminal, too.
-    """
-    return print_table(
+def print_layers(engine: "ke.Engine") -> None:
+    """Print a row for each layer, and for each parameter without a layer."""
+    print_table(
         "layers",
-        ("parameters", "shapes", "kind", "block", "factors", " bytes", _REFRESH),
+        ("parameters", "shapes", "kind", "block", "factors", " bytes", " refresh"),
         [
             (
                 _names(layer),
@@ -224,7 +214,6 @@ def print_layers(engine: "ke.Engine", *, wide: bool = False) -> bool:
             )
             for layer in engine.layers
         ],
-        optional="" if wide else _REFRESH,
     )
 
 

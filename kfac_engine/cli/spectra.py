@@ -54,7 +54,7 @@ def print_spectra(spectra: "Sequence[FactorSpectrum]") -> None:
         " condition", " with damping",
     )  # fmt: skip
     rows = [_row(spectrum) for spectrum in spectra]
-    print_table("eigenvalues of the factors", heads, rows, optional="shape")
+    print_table("eigenvalues of the factors", heads, rows)
 
 
 def panels(spectra: "Sequence[FactorSpectrum]") -> "dict[str, list[FactorSpectrum]]":

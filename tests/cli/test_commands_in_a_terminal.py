@@ -39,12 +39,7 @@ def arguments(tmp_path_factory):
     return [str(folder / "model.onnx"), *(str(part) for item in files.items() for part in item)]
 
 
-def below(lines, name):
-    """Return the words of the line below a name on a line of its own."""
-    return lines[lines.index(f"  {name}") + 1].split()
-
-
-def test_precondition_shows_each_name_above_its_numbers(arguments, tmp_path):
+def test_precondition_shows_each_name_with_its_numbers(arguments, tmp_path):
     out = tmp_path / "out.safetensors"
     loss = ["--loss", "categorical"]
     screen = run_in_terminal(["precondition", *arguments, *loss, "-o", str(out)], WIDTH)
@@ -55,8 +50,8 @@ def test_precondition_shows_each_name_above_its_numbers(arguments, tmp_path):
     result = ke.precondition(model, inputs, targets["targets"], loss="categorical")
     for name in NAMES:
         norms = [np.linalg.norm(of[name]) for of in (result.gradients, result.natural_gradients)]
-        *_, gradient, natural = below(lines, name)
-        assert [float(gradient), float(natural)] == pytest.approx(norms, rel=1e-3)
+        (row,) = (line.split() for line in lines if name in line.split())
+        assert [float(word) for word in row[-2:]] == pytest.approx(norms, rel=1e-3)
 
 
 def test_verify_shows_the_names_of_the_largest_errors(arguments):
@@ -64,9 +59,7 @@ def test_verify_shows_the_names_of_the_largest_errors(arguments):
     assert screen.widest <= WIDTH
     words = {word.strip(",") for line in screen.lines for word in line.split()}
     assert words >= set(NAMES)
-    lines = screen.lines[screen.lines.index("checks") :]
-    for check in ("gradients", "curvature products", "blocks", "inverses", "export"):
-        assert below(lines, check) == ["result", "pass"]
+    assert screen.text.split().count("pass") == 5
 
 
 def words(lines):
@@ -110,7 +103,7 @@ def test_demo_shows_its_tables_in_80_columns(tmp_path):
     assert max(map(len, lines)) <= WIDTH
     for start in ("the best rate of each", "steps and CPU seconds to a held-out loss"):
         title = next(i for i, line in enumerate(lines) if line.startswith(start))
-        rule = next(i for i in range(title, len(lines)) if lines[i].startswith(" ──"))
+        rule = next(i for i in range(title, len(lines)) if lines[i].startswith("──"))
         rows = lines[rule + 1 : lines.index("", rule)]
         assert [row.split()[0] for row in rows] == list(comparison.METHODS)
         heads = " ".join(lines[title + 2 : rule]).split()

@@ -123,7 +123,7 @@ def tables(tmp_path, capsys):
         path.write_bytes(model if isinstance(model, bytes) else model.SerializeToString())
         assert main(["inspect", str(path), *options]) == 0
         lines = capsys.readouterr().out.splitlines()
-        rules = [index for index, line in enumerate(lines) if line.startswith(" ──")]
+        rules = [index for index, line in enumerate(lines) if line.startswith("──")]
         return {lines[i - 3]: lines[i + 1 : lines.index("", i)] for i in rules}
 
     return inspect
