@@ -181,8 +181,8 @@ def test_losses_whose_counts_differ_between_parts_have_their_own_divisors():
     losses, gradients = 0.0, 0.0
     for inputs, targets in parts:
         share = np.array([targets["y"].size / 47, len(targets["y"]) / 9])
-        losses = {"y": "categorical", "z": ke.Normal(weight=0.5)}
-        for (output, loss), factor in zip(losses.items(), share, strict=True):
+        kinds = {"y": "categorical", "z": ke.Normal(weight=0.5)}
+        for (output, loss), factor in zip(kinds.items(), share, strict=True):
             one = ke.Engine.from_onnx(model, loss=loss, output=output, threads=1)
             result = one.gradients(inputs, targets[output])
             losses += factor * result.loss
