@@ -1,10 +1,11 @@
 """``demo``: curvature, natural gradients and training of a small network on real data."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import time
+from functools import partial
 from math import inf
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 import click
 
@@ -16,15 +17,21 @@ from kfac_engine.cli.precondition import norm_rows, print_norms
 
 if TYPE_CHECKING:
     from kfac_engine._types import Array
-    from kfac_engine.cli.comparison import Run
+    from kfac_engine.training.history import Record
+    from kfac_engine.training.optimizer import Optimizer
 
-    # The runs of each method with its best rate, one for each seed.
-    Winners: TypeAlias = Mapping[str, Sequence[Run]]
+    # CPU seconds of the steps so far, and the held-out loss after them, for some steps of a run.
+    Curve = list[tuple[float, float]]
 
-PICTURE = "demo.png"
-# An early, a middle and a late loss of the held-out digits.
-TARGETS = (0.5, 0.2, 0.1)
-OURS = "K-FAC"
+# Optimizers of ``fit``; the rates of Adam and SGD are tuned.
+METHODS: dict[str, dict[str, object]] = {
+    "K-FAC": {"optimizer": "kfac"},
+    "Muon": {"optimizer": "muon"},
+    "Adam": {"optimizer": "adam", "learning_rate": 0.01},
+    "SGD": {"optimizer": "sgd", "learning_rate": 0.1, "momentum": 0.9},
+}
+TARGETS = (0.5, 0.2, 0.1)  # an early, a middle and a late loss of the held-out digits
+BATCH_SIZE, HELD_OUT, EVALUATE_EVERY, MANY = 128, 360, 5, 1_000_000
 
 
 @click.command(cls=Command, example="kfac-engine demo --seconds 0.1 --seeds 1")
@@ -32,137 +39,96 @@ OURS = "K-FAC"
     "--seconds", type=click.FloatRange(0.01, 60), default=0.8, help="CPU seconds of each run."
 )
 @Group.LENGTH.option(
-    "--seeds",
-    type=click.IntRange(1, 20),
-    default=3,
-    help="Number of seeds; the tables have medians.",
+    "--seeds", type=click.IntRange(1, 20), default=3, help="Number of seeds; the table has medians."
 )
 @Group.OUTPUT.file("--out", default=Path("demo-output"), help="Folder of the picture.")
 @debug_option
 def demo(seconds: float, seeds: int, out: Path) -> None:
     """Train a small CNN on digits with K-FAC, Muon, Adam and SGD."""
     import kfac_engine as ke
-    from kfac_engine.cli.comparison import BATCH_SIZE
     from kfac_engine.data import demo_model, digits
-    from kfac_engine.errors import InputError
 
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise InputError(f"cannot make the folder '{out}': {error.strerror}.") from error
-    model, (images, labels) = demo_model("cnn"), digits()
+        raise ke.InputError(f"cannot make the folder '{out}': {error.strerror}.") from error
+    images, labels = digits()
     with working("preparing the model"):
-        engine = ke.Engine.from_onnx(model, loss="categorical", threads=1)
+        engine = ke.Engine.from_onnx(demo_model("cnn"), loss="categorical", threads=1)
         result = engine.step({"image": images[:BATCH_SIZE]}, labels[:BATCH_SIZE])
     click.echo(f"a CNN and {BATCH_SIZE} of 1,797 handwritten digits (8×8 pixels)\n")
     print_layers(engine)
     click.echo(f"loss of the batch: {result.loss:.4f}\n")
     print_norms(norm_rows(result.gradients, result.natural_gradients))
-    winners = _compare(model, (images, labels), range(seeds), seconds)
-    _print_comparison(winners, seeds, seconds)
-    for line in verdicts(winners):
-        say(line)
-    _draw(winners, out / PICTURE)
-
-
-def _compare(
-    model: bytes, data: "tuple[Array, Array]", seeds: Sequence[int], seconds: float
-) -> "Winners":
-    """Run all methods with all rates, and return the runs with the best rate of each method."""
-    from kfac_engine.cli.comparison import METHODS, best_rate, compared
-
-    runs: dict[str, dict[float | None, list[Run]]] = {name: {} for name in METHODS}
+    curves: dict[str, list[Curve]] = {name: [] for name in METHODS}
     with progress() as bar:
-        total = len(seeds) * sum(len(method.rates) for method in METHODS.values())
-        task = bar.add_task("", total=total)
-        for name, rate, run in compared(model, data, seeds, seconds):
-            runs[name].setdefault(rate, []).append(run)
-            bar.update(task, advance=1, description=name)
-    rows = [
-        (
-            name,
-            "default" if rate is None else f"{rate:g}",
-            f"{median(run.training_loss for run in of_rate):.3g}",
-        )
-        for name, by_rate in runs.items()
-        for rate, of_rate in by_rate.items()
-    ]
-    heads = ("method", "learning rate", " training loss")
-    print_table("all runs: training loss over the last epoch", heads, rows)
-    return {name: by_rate[best_rate(by_rate)] for name, by_rate in runs.items()}
+        task = bar.add_task("", total=seeds * len(METHODS))
+        for seed in range(seeds):  # methods take turns: another load delays all of them
+            for name, options in METHODS.items():
+                curves[name].append(trained(options, (images, labels), seed, seconds))
+                bar.update(task, advance=1, description=name)
+    heads = "method", " held-out loss", *(f" seconds to {loss:g}" for loss in TARGETS)
+    title = f"{seconds:g} CPU seconds of one thread, median of {seeds} seed(s)"
+    print_table(title, heads, [row(name, of_method) for name, of_method in curves.items()])
+    _draw(curves, out / "demo.png")
 
 
-def _print_comparison(winners: "Winners", seeds: int, seconds: float) -> None:
-    count = "one seed" if seeds == 1 else f"median of {seeds} seeds"
-    title = f"the best rate of each: {seconds:g} CPU seconds of one thread, {count}"
-    for text, columns in (
-        (title, {**_COURSE, **_LOSSES}),
-        ("steps and CPU seconds to a held-out loss", _REACHED),
-    ):
-        rows = [
-            (name, *(show(measured(runs)) for measured, show in columns.values()))
-            for name, runs in winners.items()
-        ]
-        print_table(text, ("method", *(f" {head}" for head in columns)), rows)
+def trained(
+    options: dict[str, object], data: "tuple[Array, Array]", seed: int, seconds: float
+) -> "Curve":
+    """Train the network for some CPU seconds; held-out digits select nothing."""
+    import numpy as np
+
+    import kfac_engine as ke
+    from kfac_engine.data import demo_model
+    from kfac_engine.training.budget import SCHEDULES
+
+    order, curve = np.random.default_rng(seed).permutation(len(data[1])), [(0.0, inf)]
+    (x, y), (held_x, held_y) = ([a[part] for a in data] for part in np.split(order, [-HELD_OUT]))
+    clock = {"spent": 0.0, "start": time.process_time()}
+
+    def after_step(record: "Record", optimizer: "Optimizer") -> bool:
+        clock["spent"] += time.process_time() - clock["start"]
+        if record["step"] % EVALUATE_EVERY == 0 or clock["spent"] >= seconds:
+            curve.append((clock["spent"], optimizer.engine.loss({"image": held_x}, held_y)))
+        clock["start"] = time.process_time()
+        return clock["spent"] >= seconds
+
+    engine = ke.Engine.from_onnx(demo_model("cnn"), loss="categorical", threads=1, seed=seed)
+    engine.gradients({"image": x[:BATCH_SIZE]}, y[:BATCH_SIZE])  # builds sessions
+    clock["start"] = time.process_time()
+    share = lambda _: SCHEDULES["tail"](min(1.0, clock["spent"] / seconds))  # noqa: E731
+    course = {"epochs": MANY, "batch_size": BATCH_SIZE, "schedule": share, "seed": seed}
+    ke.fit(engine, (x, y), callbacks=[after_step], **course, **options)  # type: ignore[arg-type]
+    return curve[1:]
 
 
-def verdicts(winners: "Winners") -> list[str]:
-    """Return a line for each measured number: the best method, and the value of K-FAC."""
-    lines = []
-    for head, (measured, show) in {**_LOSSES, **_REACHED}.items():
-        values = {name: measured(runs) for name, runs in winners.items()}
-        known = {name: value for name, value in values.items() if value is not None}
-        if known:
-            best = min(known, key=known.__getitem__)
-            ours = "" if best == OURS else f"; {OURS}: {show(values[OURS])}"
-            lines.append(f"{head}: {best} is ahead, {show(known[best])}{ours}")
-    return lines
-
-
-def _draw(winners: "Winners", path: Path) -> None:
-    from kfac_engine.cli.comparison import draw
-
-    if draw(winners, path):
-        say(f"loss curves: {path}")
-    else:
-        click.echo("no picture: pip install 'kfac-engine[plot]' brings matplotlib")
-
-
-def median_or_never(values: Iterable[float | None]) -> float | None:
-    """Return the median of numbers; None counts as larger than any number."""
-    middle = median(inf if value is None else value for value in values)
-    return None if middle == inf else middle
-
-
-def _measure(
-    of_run: "Callable[[Run], float | None]", form: str
-) -> "tuple[Callable[[Sequence[Run]], float | None], Callable[[float | None], str]]":
-    """Return two functions: the median of a number over runs, and its text."""
-    return (
-        lambda runs: median_or_never(of_run(run) for run in runs),
-        lambda value: "never" if value is None else format(value, form),
+def row(name: str, curves: "list[Curve]") -> list[str]:
+    """Return the medians of a method over its runs, as text."""
+    reached = (
+        median(min((t for t, loss in curve if loss <= target), default=inf) for curve in curves)
+        for target in TARGETS
     )
+    last = median(curve[-1][1] for curve in curves)
+    return [name, f"{last:.4f}", *("never" if t == inf else f"{t:.2f}" for t in reached)]
 
 
-def _steps_to(loss: float) -> "Callable[[Run], float | None]":
-    return lambda run: run.steps_to(loss)
+def _draw(curves: "dict[str, list[Curve]]", path: Path) -> None:
+    """Draw the held-out losses against CPU seconds, a line for each run."""
+    from kfac_engine.system.writing import write_rendered
 
-
-def _seconds_to(loss: float) -> "Callable[[Run], float | None]":
-    return lambda run: run.seconds_to(loss)
-
-
-# The median over the runs of a method, and its text, by head of the column. In the columns that are
-# not in ``_COURSE``, the smallest number is the best.
-_COURSE = {
-    "steps": _measure(lambda run: len(run.losses), "g"),
-    "ms/step": _measure(lambda run: 1e3 * run.spent / len(run.losses), ".1f"),
-}
-_LOSSES = {
-    "training loss": _measure(lambda run: run.training_loss, ".4f"),
-    "held-out loss": _measure(lambda run: run.held_out_loss, ".4f"),
-}
-_REACHED = {
-    **{f"steps to {loss:g}": _measure(_steps_to(loss), "g") for loss in TARGETS},
-    **{f"seconds to {loss:g}": _measure(_seconds_to(loss), ".2f") for loss in TARGETS},
-}
+    try:
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError:
+        click.echo("no picture: pip install 'kfac-engine[plot]' brings matplotlib")
+        return
+    figure = Figure(figsize=(6.4, 4.4), layout="constrained")
+    axes = figure.subplots()
+    for index, (name, of_method) in enumerate(curves.items()):
+        for number, curve in enumerate(of_method):
+            label = "" if number else name
+            axes.plot(*zip(*curve, strict=True), color=f"C{index}", label=label, alpha=0.6)
+    axes.set(xlabel="CPU seconds of one thread", ylabel="loss of held-out digits", yscale="log")
+    axes.legend()
+    write_rendered(path, partial(figure.savefig, format="png", dpi=120))
+    say(f"loss curves: {path}")
