@@ -21,7 +21,9 @@ def one_of(name: str, value: object, allowed: Collection[str]) -> None:
     """Raise an InputError unless a value is one of the allowed strings."""
     if not isinstance(value, str) or value not in allowed:
         near = suggestion(value, allowed)
-        raise InputError(f"{name} must be one of {', '.join(allowed)}; got {value!r}{near}.")
+        raise InputError(f"{name} must be one of {', '.join(allowed)}; got {value!r}{near}.").of(
+            name
+        )
 
 
 def whole(name: str, value: object, *, least: int | None, most: int = _MOST) -> None:
@@ -29,28 +31,30 @@ def whole(name: str, value: object, *, least: int | None, most: int = _MOST) -> 
     fits = isinstance(value, int | Integral) and not isinstance(value, bool)
     if not fits or (least is not None and value < least):  # type: ignore[operator] # a number
         bound = "" if least is None else f" of at least {least}"
-        raise InputError(f"{name} must be a whole number{bound}, got {value!r:.80}.")
+        raise InputError(f"{name} must be a whole number{bound}, got {value!r:.80}.").of(name)
     if value > most:  # type: ignore[operator] # a number
-        raise InputError(f"{name} must be a whole number of at most {most}, got a larger one.")
+        raise InputError(f"{name} must be a whole number of at most {most}, got a larger one.").of(
+            name
+        )
 
 
 def check_seed(seed: object) -> None:
     """Raise an InputError unless a value is an integer of at least zero, of any size."""
     fits = isinstance(seed, Integral) and not isinstance(seed, bool)
     if not fits or seed < 0:  # type: ignore[operator] # a number
-        raise InputError(f"seed must be a whole number of at least 0, got {seed!r:.80}.")
+        raise InputError(f"seed must be a whole number of at least 0, got {seed!r:.80}.").of("seed")
 
 
 def number(name: str, value: object) -> None:
     """Raise an InputError unless a value is a finite real number."""
     if not _is_finite(value):
-        raise InputError(f"{name} must be a finite number, got {value!r:.80}.")
+        raise InputError(f"{name} must be a finite number, got {value!r:.80}.").of(name)
 
 
 def positive(name: str, value: object) -> None:
     """Raise an InputError unless a value is a positive finite number."""
     if not (_is_finite(value) and value > 0):
-        raise InputError(f"{name} must be a positive number, got {value!r:.80}.")
+        raise InputError(f"{name} must be a positive number, got {value!r:.80}.").of(name)
 
 
 def _is_finite(value: object) -> TypeGuard[float]:
@@ -67,20 +71,20 @@ def at_least_zero(name: str, value: object) -> None:
     """Refuse a value that is not a finite number of at least 0, with an InputError."""
     number(name, value)
     if value < 0:  # type: ignore[operator] # a number
-        raise InputError(f"{name} must be at least 0, got {value!r}.")
+        raise InputError(f"{name} must be at least 0, got {value!r}.").of(name)
 
 
 def flag(name: str, value: object) -> bool:
     """Return a value unchanged; raise an InputError unless it is True or False."""
     if not isinstance(value, bool):
-        raise InputError(f"{name} must be True or False, got {value!r:.80}.")
+        raise InputError(f"{name} must be True or False, got {value!r:.80}.").of(name)
     return value
 
 
 def listed(name: str, value: object, like: str) -> Sequence[object]:
     """Return a sequence unchanged; raise an InputError that shows an example for other values."""
     if isinstance(value, str | bytes) or not isinstance(value, Sequence):
-        raise InputError(f"{name} must be a list, such as {like}, got {value!r:.80}.")
+        raise InputError(f"{name} must be a list, such as {like}, got {value!r:.80}.").of(name)
     return value
 
 
@@ -88,7 +92,9 @@ def texts(name: str, value: object, like: str) -> Sequence[str]:
     """Return a list of strings unchanged; raise an InputError that shows an example otherwise."""
     entries = [entry for entry in listed(name, value, like) if isinstance(entry, str)]
     if len(entries) < len(listed(name, value, like)):
-        raise InputError(f"{name} must be a list of names, such as {like}, got {value!r:.80}.")
+        raise InputError(f"{name} must be a list of names, such as {like}, got {value!r:.80}.").of(
+            name
+        )
     return entries
 
 
@@ -97,7 +103,7 @@ def instance(name: str, value: object, kind: type) -> None:
     if not isinstance(value, kind):
         raise InputError(
             f"{name} must be a kfac_engine.{kind.__name__}, got {type(value).__name__}."
-        )
+        ).of(name)
 
 
 def patterns(name: str, value: object) -> None:
@@ -109,7 +115,9 @@ def patterns(name: str, value: object) -> None:
 def dictionary(name: str, value: object, like: str) -> None:
     """Raise an InputError that shows an example unless a value is None or a mapping."""
     if not isinstance(value, Mapping | None):
-        raise InputError(f"{name} must be a dictionary, such as {like}, got {value!r:.80}.")
+        raise InputError(f"{name} must be a dictionary, such as {like}, got {value!r:.80}.").of(
+            name
+        )
 
 
 # Larger counters are not exact as floats.

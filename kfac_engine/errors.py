@@ -41,13 +41,20 @@ class KfacError(Exception):
     Attributes:
         place: The wrong entry of a batch: the name of the input, or ``"targets"``, and the index in
             it. None if the error does not concern a single entry.
+        option: The argument that is wrong, with whose name the message begins; ``""`` for none.
     """
 
     place: tuple[str, tuple[int, ...]] | None = None
+    option: str = ""
 
     def at(self, name: str, index: tuple[int, ...]) -> Self:
         """Set ``place``, and return the error."""
         self.place = name, index
+        return self
+
+    def of(self, option: str) -> Self:
+        """Set ``option``, and return the error."""
+        self.option = option
         return self
 
     def __str__(self) -> str:

@@ -18,7 +18,7 @@ from kfac_engine.cli.inspect import inspect
 from kfac_engine.cli.interruption import Interruption, SignalReceived
 from kfac_engine.cli.laplace import laplace
 from kfac_engine.cli.merge import merge
-from kfac_engine.cli.options import Invocation, debug_option, spelled
+from kfac_engine.cli.options import Invocation, debug_option
 from kfac_engine.cli.precondition import precondition
 from kfac_engine.cli.prune import prune, saliency
 from kfac_engine.cli.train import report, train
@@ -155,7 +155,7 @@ def _print(error: BaseException, message: str, invocation: Invocation) -> None:
 
 def _explain(error: BaseException, invocation: Invocation) -> tuple[int, str]:
     if isinstance(error, KfacError):
-        return WRONG_INPUT, spelled(str(error), invocation.command)
+        return WRONG_INPUT, _with_flag(error, invocation.command)
     for kind, status, describe in _EXPLANATIONS:
         if isinstance(error, kind):
             return status, describe(error)
@@ -163,6 +163,15 @@ def _explain(error: BaseException, invocation: Invocation) -> tuple[int, str]:
         f"internal error, {type(error).__name__}: {str(error).rstrip('.')}. This is a bug: please "
         "report it with the output of the same command and --debug."
     )
+
+
+def _with_flag(error: KfacError, command: click.Command | None) -> str:
+    """Return the message of an error, which begins with the flag of a wrong option."""
+    message, name = str(error), error.option
+    for option in command.params if command and name else ():
+        if option.name == name and message.startswith(name):
+            return max(option.opts, key=len) + message.removeprefix(name)
+    return message
 
 
 def _describe_usage(error: click.UsageError) -> str:

@@ -25,7 +25,6 @@ from kfac_engine.cli.options import (
     gathered,
     json_option,
     keywords,
-    spelled,
 )
 from kfac_engine.summary import dimensions
 
@@ -263,7 +262,7 @@ def _notes(curvature: "ke.Curvature") -> list[str]:
         if loss.coupling
     )
     notes = (*curvature.layout.assembly.notes, *model.inference_notes, *coupled)
-    return [spelled(note) for note in dict.fromkeys(notes)]
+    return list(dict.fromkeys(notes))
 
 
 def _totals(curvature: "ke.Curvature", damping: float) -> dict[str, float | int | None]:

@@ -3,7 +3,7 @@
 import json
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout
 from pathlib import Path
 from textwrap import wrap
@@ -73,12 +73,12 @@ def tell(label: Label, text: str) -> None:
 
 
 @contextmanager
-def shown_warnings(spell: Callable[[str], str] = str) -> Iterator[None]:
-    """Print warnings as lines on stderr, after ``spell``; the form of inference is a note."""
+def shown_warnings() -> Iterator[None]:
+    """Print warnings as lines on stderr; the form of inference is a note."""
 
     def show(message: Warning | str, *_: object, **__: object) -> None:
         label: Label = "note" if isinstance(message, InferenceFormWarning) else "warning"
-        tell(label, printable(spell(str(message))))
+        tell(label, printable(str(message)))
 
     with warnings.catch_warnings():
         warnings.simplefilter("default")

@@ -16,7 +16,6 @@ from kfac_engine.cli.options import (
     one_or_all,
     provider_option,
     sample_option,
-    spelled,
     target_options,
 )
 from kfac_engine.cli.train import OPTIMIZERS
@@ -83,7 +82,7 @@ def export_training(
     from kfac_engine.cli.files import read_inputs
 
     chosen = {name: value for name, value in options.items() if value is not None}
-    with working("writing the training step"), shown_warnings(spelled):
+    with working("writing the training step"), shown_warnings():
         sample = read_inputs(inputs, model)
         files = ke.export_training(model, **chosen, sample_inputs=sample, path=target)
     with report_beside(target):
@@ -235,7 +234,7 @@ def derivatives(
     from kfac_engine.cli.files import check_files, read_inputs, with_weights
 
     check_files(with_weights("-o", target), {"--inputs": inputs}, model)
-    with working("differentiating the model"), shown_warnings(spelled):
+    with working("differentiating the model"), shown_warnings():
         sample = read_inputs(inputs, model)
         named = {wrt: features} if features else wrt
         result = ke.derivatives(model, named, **options, sample_inputs=sample, path=target)

@@ -24,7 +24,6 @@ from kfac_engine.cli.options import (
     json_option,
     keywords,
     sample_option,
-    spelled,
 )
 from kfac_engine.errors import ExportWarning, InputError
 from kfac_engine.summary import binary_size, dimensions
@@ -134,8 +133,8 @@ def _print(report: _Report, *, as_one: bool) -> None:
     print_legend(layer.formula for layer in engine.layers)
     print_totals(engine)
     print_choices(engine.layers)
-    _say_all((f"{spelled(clause)}." for clause in report.warnings()), warn)
-    _say_all(f"note: {spelled(note)}." for note in report.notes())
+    _say_all((f"{clause}." for clause in report.warnings()), warn)
+    _say_all(f"note: {note}." for note in report.notes())
     _say_all(_tied(engine.ties, as_one))
     if report.untrained:
         heads = ("name", "shape", "because it is")

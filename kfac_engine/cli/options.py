@@ -116,49 +116,6 @@ target_options = (
 )
 
 
-# Names of the library in messages, to the options of the command line.
-_SPELLINGS = {
-    "sample_inputs": "--inputs",
-    "one of sparsity, count, pattern, for example sparsity=": "one of --sparsity, --count, "
-    "--pattern, for example --sparsity ",
-    "are missing; pass them with the batch": "are missing; give their file by --targets",
-    "each of exps": "--exp",
-    "pass loss=": "read it in Python with loss=",
-}
-
-
-def spelled(text: str, command: click.Command | None = None) -> str:
-    """Return a message of the library with the names of the command line's options.
-
-    ``command`` is that of the present context by default.
-    """
-    for name, flag in _SPELLINGS.items():
-        text = text.replace(name, flag)
-    context = click.get_current_context(silent=True)
-    command = command or (context.command if context else None)
-    for option in command.params if command else ():
-        if isinstance(option, click.Option):
-            text = _with_flag(text, option)
-    return re.sub(r"(--[\w-]+(?: \w+)?) \(\1\)", r"\1", text)
-
-
-def _with_flag(text: str, option: click.Option) -> str:
-    """Return a message with an option in place of the keyword of the library."""
-    flag = next((flag for flag in option.opts if flag.startswith("--")), option.opts[0])
-    for name in {option.name or "", flag.lstrip("-").replace("-", "_")}:
-        alone = rf"(?<![\w'./-]){re.escape(name)}"
-        for value, switch in zip((True, False), (flag, *option.secondary_opts), strict=False):
-            text = re.sub(rf"{alone}={value}\b", switch, text)
-        text = re.sub(rf"{alone}='(\S+)'", rf"{flag} \1", text)
-        text = re.sub(rf"{alone}=(…|\[…\])", flag, text)
-        text = re.sub(rf"{alone}=(?=\S)", f"{flag} ", text)
-        if "_" in name:
-            text = re.sub(rf"{alone}(?![\w'/.-])", flag, text)
-        else:  # may be a word
-            text = re.sub(rf"^((?:each of )?){name}(?=(?: as a number)? must )", rf"\1{flag}", text)
-    return text
-
-
 def one_or_all(
     _: click.Context, __: click.Parameter, values: tuple[Any, ...]
 ) -> str | tuple[Any, ...] | None:

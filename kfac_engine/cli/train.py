@@ -25,7 +25,6 @@ from kfac_engine.cli.options import (
     keywords,
     labeled_data,
     one_or_more,
-    spelled,
 )
 from kfac_engine.curvature.schedule import Schedule
 from kfac_engine.errors import InferenceFormWarning, InputError
@@ -230,7 +229,7 @@ def _train(
         )
         optimizer = _optimizer(engine, update, refreshes)
     for note in engine.inference_notes:
-        tell("note", f"{printable(spelled(note))}.")
+        tell("note", f"{printable(note)}.")
     interruption = click.get_current_context().ensure_object(Invocation).interruption
     callbacks = list(_callbacks(choices))
     if files.checkpoint is not None:

@@ -161,7 +161,7 @@ class EngineOptions:
         check_damping(self.damping, self.exps)
         number("ema_decay", self.ema_decay)
         if not 0 <= self.ema_decay < 1:
-            raise InputError(f"ema_decay must lie in [0, 1), got {self.ema_decay}.")
+            raise InputError(f"ema_decay must lie in [0, 1), got {self.ema_decay}.").of("ema_decay")
         one_of("estimation_mode", self.estimation_mode, MODES)
         if self.schedule is not None:
             check_schedule(self.schedule)

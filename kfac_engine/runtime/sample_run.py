@@ -319,8 +319,8 @@ def sample_facts(graph: Graph, inputs: Mapping[str, Array] | None = None) -> dic
         return ran[0]
     if inputs is None:
         raise ModelError(
-            f"the model does not run on generated inputs; pass sample_inputs, a real batch. "
-            f"{failures[0]}"
+            f"the model does not run on generated inputs; pass sample_inputs (--inputs), a real "
+            f"batch. {failures[0]}"
         )
     differing = "; ".join(disagreements(graph, inputs))
     raise ModelError(
@@ -410,7 +410,7 @@ def _generated(entry: Input, first: int, other: int, symbols: Mapping[str, int])
     """Return an input of small positive numbers, zeros for indices, or True for masks."""
     if entry.shape is None:
         raise ModelError(
-            f"input '{entry.name}' declares no shape; pass sample_inputs, a real batch."
+            f"input '{entry.name}' declares no shape; pass sample_inputs (--inputs), a real batch."
         )
     shape = [
         symbols[size]

@@ -23,7 +23,7 @@ def check_part(name: str, value: float) -> None:
     """Raise an InputError unless a value is a number in (0, 1]."""
     positive(name, value)
     if value > 1:
-        raise InputError(f"{name} must lie in (0, 1], got {value!r}.")
+        raise InputError(f"{name} must lie in (0, 1], got {value!r}.").of(name)
 
 
 class PartialBatch:

@@ -428,7 +428,7 @@ def fraction(name: str, value: object) -> None:
     """Raise an InputError unless a value is a number in [0, 1)."""
     number(name, value)
     if not 0 <= value < 1:  # type: ignore[operator] # a number
-        raise InputError(f"{name} must lie in [0, 1), got {value!r}.")
+        raise InputError(f"{name} must lie in [0, 1), got {value!r}.").of(name)
 
 
 def evaluated_rate(rate: Rate, step: int) -> float:

@@ -329,7 +329,8 @@ def _fixed_sizes(assembly: Assembly, sample: Mapping[str, Array]) -> Iterator[st
                 yield (
                     f"axis {axis}{named} of input '{entry.name}' has any size in the model, but "
                     f"{model.facts[entry.name].shape[axis]} in the training files; pass "
-                    f"sample_inputs with the size of your data, and pad or cut the data to it."
+                    f"sample_inputs (--inputs) with the size of your data, and pad or cut the data "
+                    f"to it."
                 )
 
 

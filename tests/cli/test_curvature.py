@@ -196,7 +196,7 @@ WRONG = {
     "unknown layers": (["--layers", "first"], "layers must be one of all, last"),
     "unknown loss": (["--loss", "categorial"], "did you mean 'categorical'"),
     "unknown parameter": (["--trainable", "fc.wieght"], "did you mean 'fc.weight'"),
-    "empirical without targets": (["--fisher", "empirical"], "give their file by --targets"),
+    "empirical without targets": (["--fisher", "empirical"], "are missing; pass them"),
     "one matrix of separate biases": (["--structure=full", "--biases=separate"], "one matrix"),
     "no examples in a batch": (["--batch", "0"], "--batch"),
     "damping of zero": (["--damping", "0"], "--damping"),

@@ -52,8 +52,8 @@ def test_kinks_are_reported(folder, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--wrt", "x"], "--jacobian, --laplacian, --hessian, --directional"),
-        (["--wrt", "y", "--laplacian"], "y is no input"),
+        (["--wrt", "x"], "jacobian=True, laplacian=True, hessian=True"),
+        (["--wrt", "y", "--laplacian"], "'y' is no input"),
         (["--wrt", "x", "--laplacian", "--output", "v"], "'v'"),
         (["--wrt", "x", "--selected", "t"], "the features are: 0, 1"),
         (["--wrt", "x", "--features", "t", "--jacobian"], "2 different names"),

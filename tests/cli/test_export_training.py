@@ -21,6 +21,6 @@ def test_export_training_notes_what_train_notes(tmp_path, monkeypatch, capsys):
     assert main(["export-training", "open.onnx", "-o", "files"]) == 0
     note, warning = capsys.readouterr().err.splitlines()
     assert note.startswith("note: 'node_bn': normalization in the form of inference")
-    assert note.endswith("--train-form trains it with those of the batch.")
+    assert note.endswith("train_form trains it with those of the batch.")
     assert warning.startswith("warning: axis 1 ('length') of input 'input' has any size")
-    assert "pass --inputs" in warning
+    assert "pass sample_inputs (--inputs)" in warning

@@ -167,7 +167,7 @@ def test_the_batch_axis_is_taken_from_the_command_line(report, tmp_path, capsys)
         assert main(["inspect", str(path), "--batch-axis", wrong]) == 2
         assert "expected INPUT=AXIS" in capsys.readouterr().err
     assert main(["inspect", str(path), "--loss", "normal", "--batch-axis", "z=1"]) == 2
-    assert "--batch-axis names 'z'" in capsys.readouterr().err
+    assert "batch_axes names 'z'" in capsys.readouterr().err
     net.op("ReduceMax", columns, net.constant("axes", np.array([1])), to="largest")
     onnx.save(net.model({"x": [3, 5]}, {"largest": [2, 1]}), path)
     assert main(["inspect", str(path), "--loss", "normal"]) == 2
@@ -183,13 +183,13 @@ def test_normalizations_and_dropouts_in_inference_form_have_a_note_with_the_opti
     lines = capsys.readouterr().out.splitlines()
     (norms,) = [line for line in lines if "'node_norm0', 'node_norm1'" in line]
     (dropout,) = [line for line in lines if "'node_dropped': dropout" in line]
-    assert "--train-form" in norms
-    assert "--train-form" in dropout
+    assert "train_form" in norms
+    assert "train_form" in dropout
     assert main(["inspect", str(path), "--train-form"]) == 0
     assert "inference" not in capsys.readouterr().out
     onnx.save(folded(), path)
     assert main(["inspect", str(path), "--train-form"]) == 2
-    assert capsys.readouterr().err.startswith("error: --train-form changes nothing in model")
+    assert capsys.readouterr().err.startswith("error: train_form changes nothing in model")
 
 
 def test_the_example_of_the_page_is_the_output(tables):

@@ -210,7 +210,7 @@ WRONG = {
     "unknown method": (["saliency", "a.onnx", A, "--method=magnitud"], "did you mean 'magnitude'"),
     "negative damping": (["prune", "a.onnx", A, "--count=1", "--damping=-1"], "--damping"),
     "singular matrix": (["saliency", "a.onnx", A, "--method=obs"], "raise the damping"),
-    "no number of zeros": (["prune", "a.onnx", A], "--sparsity, --count, --pattern"),
+    "no number of zeros": (["prune", "a.onnx", A], "one of sparsity, count, pattern"),
     "two numbers of zeros": (["prune", "a.onnx", A, "--count=1", "--sparsity=0"], "got sparsity"),
     "all weights": (["prune", "a.onnx", A, "--sparsity=1"], "sparsity must be in [0, 1)"),
     "negative count": (["prune", "a.onnx", A, "--count=-1"], "count must be"),

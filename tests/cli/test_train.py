@@ -170,7 +170,7 @@ def test_progress_and_notes_are_on_stderr(folder, capsys):
     assert out == "written to out.onnx\n"
     note, line = err.splitlines()
     assert note.startswith("note: ")
-    assert "its running statistics do not change; --train-form trains it" in note
+    assert "its running statistics do not change; train_form trains it" in note
     assert line.startswith("epoch 2 step 2: loss ")
     assert run("--steps=2", "--train-form", model="norm.onnx", data="n.npz") == 0
     assert "note" not in capsys.readouterr().err
@@ -194,7 +194,7 @@ def test_progress_and_notes_are_on_stderr(folder, capsys):
         (["--optimizer=lbfgs"], "'lbfgs' is not one of 'kfac'"),
         (["--learning-rate=-1"], "--learning-rate must be at least 0"),
         (["--seconds=0"], "seconds must be a positive number"),
-        (["--resume"], "give its folder: --checkpoint FOLDER."),
+        (["--resume"], "(--checkpoint FOLDER)."),
         (["--checkpoint=state"], "'state' has the checkpoint of a run; give --resume"),
         (["-o", "d.npz"], "would overwrite the file of --data"),
         (["-o", "mlp.onnx"], "would overwrite the file of the model"),

@@ -91,7 +91,7 @@ def test_names_are_whole_on_a_terminal_of_80_columns(arguments, capsys, monkeypa
     [
         (["--targets", "missing.npy"], "missing.npy"),
         (["--loss", "absent"], "absent"),
-        (["--train-form"], "--train-form changes nothing"),
+        (["--train-form"], "train_form changes nothing"),
     ],
 )
 def test_wrong_input_ends_with_status_2(arguments, capsys, options, message):

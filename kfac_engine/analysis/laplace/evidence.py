@@ -194,7 +194,7 @@ def checked_positive(name: str, value: float) -> float:
     """Return a number after a check that it is positive and finite; an InputError otherwise."""
     number(name, value)
     if not 0 < value < inf:
-        raise InputError(f"{name} must be positive and finite, got {value}.")
+        raise InputError(f"{name} must be positive and finite, got {value}.").of(name)
     return value
 
 

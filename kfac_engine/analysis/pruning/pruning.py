@@ -235,7 +235,7 @@ def _smallest(scores: Float, chosen: Mask, sparsity: float | None, count: int | 
     if sparsity is not None:
         number("sparsity", sparsity)
         if not 0 <= sparsity < 1:
-            raise InputError(f"sparsity must be in [0, 1), got {sparsity}.")
+            raise InputError(f"sparsity must be in [0, 1), got {sparsity}.").of("sparsity")
         count = round(sparsity * candidates.size)
     whole("count", count, least=0)
     assert count is not None
