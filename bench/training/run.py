@@ -107,7 +107,6 @@ class Trainer:
         self._engine = ke.Engine.from_onnx(
             model.data,
             loss=task.loss,
-            loss_weights=task.weights,
             trainable=tuple(model.weights),
             threads=1,
             seed=seed,

@@ -20,6 +20,7 @@ from kfac_engine.bench.training.data import (
 )
 from kfac_engine.bench.training.models import Model
 from kfac_engine.errors import InputError
+from kfac_engine.losses.kinds import LossKind, Normal
 from kfac_engine.registry import Registry
 
 # Validation examples of the tasks whose evaluation takes long.
@@ -34,20 +35,18 @@ class Task:
     ``model`` returns the model for images of a side, from a seed. Validation has batches of
     ``evaluated`` examples: normalizations in training form use the statistics of these batches, for
     every method. If ``squared``, it has squared errors in place of the loss ``"normal"``, which has
-    a constant as well: those of the output ``validated``, if it is named. ``weights`` are those of
-    several losses.
+    a constant as well: those of the output ``validated``, if it is named.
     """
 
     title: str
     model: Callable[[int, int], Model] = field(repr=False)
     data: Callable[[Images], Data] = field(repr=False)
-    loss: str | Mapping[str, str]
+    loss: str | Mapping[str, str | LossKind]
     batch: int
     evaluated: int = _EVALUATED
     images: bool = True
     squared: bool = False
     validated: str = ""
-    weights: Mapping[str, float] | None = None
 
 
 def _planes(images: Images, held_out: int | None = _HELD_OUT) -> Data:
@@ -105,9 +104,8 @@ def _equation(name: str, equation: repeated.Equation) -> Task:
     return Task(
         f"{name}, tanh network 48-48-48, {equation.inside:,} points",
         lambda side, seed: equation.model((48, 48, 48), seed), lambda images: equation.data(),
-        {repeated.INSIDE: "normal", repeated.EDGE: "normal"}, _WHOLE, evaluated=_WHOLE,
-        images=False, squared=True, validated=repeated.EDGE,
-        weights={repeated.EDGE: repeated.EDGE_WEIGHT},
+        {repeated.INSIDE: "normal", repeated.EDGE: Normal(weight=repeated.EDGE_WEIGHT)}, _WHOLE,
+        evaluated=_WHOLE, images=False, squared=True, validated=repeated.EDGE,
     )  # fmt: skip
 
 

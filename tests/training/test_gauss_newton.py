@@ -140,8 +140,8 @@ def two_heads():
 def test_several_losses_are_added_with_their_weights():
     model, rng = two_heads(), np.random.default_rng(4)
     inputs = models.random_inputs(model, EXAMPLES)
-    losses = {"classes": "categorical", "numbers": "normal"}
-    engine = ke.Engine.from_onnx(model, loss=losses, loss_weights=[1.0, 3.0], threads=1)
+    losses = {"classes": "categorical", "numbers": ke.Normal(weight=3)}
+    engine = ke.Engine.from_onnx(model, loss=losses, threads=1)
     names = [*engine.parameters]
     z, m = oracle.evaluate(model, inputs, "classes", "numbers")
     labels, t = rng.integers(0, 3, EXAMPLES), rng.standard_normal((EXAMPLES, 2))
