@@ -268,10 +268,26 @@ class CausalLM(LossKind):
     Args:
         ignore_index: Token id that does not count, such as the number for padding; None for none.
         label_smoothing: Part of each target, in [0, 1), that is divided among all tokens.
+        weight: Factor ≥ 0 of the loss.
+        find_logits: Whether the loss, on an output of probabilities, reads the logits from which
+            the model computes them.
     """
 
-    def __init__(self, *, ignore_index: int | None = -100, label_smoothing: float = 0.0) -> None:
-        super().__init__("causal_lm", ignore_index=ignore_index, label_smoothing=label_smoothing)
+    def __init__(
+        self,
+        *,
+        ignore_index: int | None = -100,
+        label_smoothing: float = 0.0,
+        weight: float = 1.0,
+        find_logits: bool = True,
+    ) -> None:
+        super().__init__(
+            "causal_lm",
+            ignore_index=ignore_index,
+            label_smoothing=label_smoothing,
+            weight=weight,
+            find_logits=find_logits,
+        )
 
 
 class CTC(LossKind):
