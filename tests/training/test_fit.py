@@ -361,7 +361,7 @@ def test_the_largest_part_of_a_budget_counts():
         ({"batch_size": 0}, "batch_size must be a whole number"),
         ({"seed": -1}, "seed must be a whole number"),
         ({"schedule": 1}, "schedule must be one of constant, cosine, tail, or a function"),
-        ({"optimizer": 3}, "optimizer must be one of kfac, adam"),
+        ({"optimizer": 3}, "optimizer must be one of kfac, gauss_newton"),
         ({"resume": True}, "to resume a run, give its folder"),
         ({"checkpoint_every": 0}, "checkpoint_every must be a whole number"),
         ({"metrics": "loss"}, "metrics must be a list"),
