@@ -30,9 +30,11 @@ _NAMES = (
     "loss", "output", "class_axis", "reduction", "trainable", "freeze", "tie_weights",
     "batch_axes", "train_form",
 )  # fmt: skip
+# A file cannot have the decomposition that GaussNewton needs.
+_OPTIMIZERS = tuple(name for name in OPTIMIZERS if name != "gauss_newton")
 _OPTIONS = (
     Group.OPTIMIZER.option(
-        "--optimizer", type=Choice(OPTIMIZERS), default="kfac", help="The optimizer."
+        "--optimizer", type=Choice(_OPTIMIZERS), default="kfac", help="The optimizer."
     ),
     Group.OPTIMIZER.option(
         "--learning-rate",

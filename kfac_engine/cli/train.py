@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from inspect import signature
 from math import isfinite
 from pathlib import Path
 from types import SimpleNamespace
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     from kfac_engine.training.optimizer import Optimizer
 
 
-OPTIMIZERS = ("kfac", "adam", "adamw", "muon", "sgd")
+OPTIMIZERS = ("kfac", "gauss_newton", "adam", "adamw", "muon", "sgd")
 SCHEDULES = ("tail", "cosine", "constant")
 # Fields of an engine's options that the command sets itself: an optimizer needs parameters in
 # single precision, and K-FAC sets the damping of the engine.
@@ -106,13 +107,22 @@ def refresh_options() -> list[Option]:
 def chosen_refreshes(options: dict[str, Any], optimizer: str) -> dict[str, Any]:
     """Remove the values of ``refresh_options`` from options, and return those that are given.
 
-    ``InputError`` is raised if a value is given and the optimizer has no curvature.
+    ``InputError`` is raised if a value is given that the optimizer does not take.
     """
-    values = {name: options.pop(name) for name in _REFRESH_OPTIONS}
+    return _taken(optimizer, {name: options.pop(name) for name in _REFRESH_OPTIONS})
+
+
+def _taken(optimizer: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values that are given, not None; refuse those that the optimizer does not take."""
+    from kfac_engine.training.fit import OPTIMIZERS
+
     chosen = {name: value for name, value in values.items() if value is not None}
-    if chosen and optimizer != "kfac":
-        flag = next(o.opts[0] for o in refresh_options() if o.name in chosen)
-        raise InputError(f"{flag} belongs to kfac; {optimizer} has no curvature.")
+    takes = {name: signature(make).parameters for name, make in OPTIMIZERS.items()}
+    for option in chosen:
+        if option not in takes[optimizer]:
+            others = ", ".join(name for name, known in takes.items() if option in known)
+            flag = f"--{option.replace('_', '-')}"
+            raise InputError(f"{flag} belongs to {others}; {optimizer} has no such option.")
     return chosen
 
 
@@ -139,8 +149,8 @@ _UPDATE = (
         "--learning-rate", type=float, help="Learning rate; by default the optimizer's own."),
     Group.OPTIMIZER.option(
         "--damping", "optimizer_damping", type=float,
-        help="Damping for kfac; without --learning-rate, relative to the mean eigenvalue of each "
-        "block, and 0.1 by default."),
+        help="Damping for kfac and gauss_newton. That of kfac without --learning-rate is relative "
+        "to the mean eigenvalue of each block, and 0.1 by default."),
     Group.OPTIMIZER.option(
         "--weight-decay", type=float, help="Weight decay; by default the optimizer's own."),
 )  # fmt: skip
@@ -283,9 +293,7 @@ def _optimizer(
         "damping": update.optimizer_damping,
         "weight_decay": update.weight_decay,
     }
-    if update.optimizer != "kfac" and update.optimizer_damping is not None:
-        raise InputError(f"--damping belongs to kfac; {update.optimizer} has no curvature.")
-    options = {name: value for name, value in choices.items() if value is not None}
+    options = _taken(update.optimizer, choices)
     return OPTIMIZERS[update.optimizer](engine, **options, **refreshes)
 
 

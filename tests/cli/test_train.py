@@ -125,10 +125,14 @@ def test_the_result_differs_from_the_file_in_its_weights_alone(name, folder):
 
 @pytest.mark.parametrize("optimizer", train.OPTIMIZERS)
 def test_the_command_is_fit_with_the_same_options(optimizer, folder):
-    given = ["--learning-rate=0.02", "--weight-decay=0.1", "--schedule=cosine", "--seed=3"]
+    options = {"learning_rate": 0.02, "weight_decay": 0.1}
+    if optimizer == "gauss_newton":
+        options = {"learning_rate": 0.5, "damping": 2.0}
+    given = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
+    given += ["--schedule=cosine", "--seed=3"]
     run(f"--optimizer={optimizer}", "--validation=0.25", "--log=run.jsonl", *given, *FAST)
     engine = ke.Engine.from_onnx("mlp.onnx", loss="categorical", seed=3)
-    made = OPTIMIZERS[optimizer](engine, learning_rate=0.02, weight_decay=0.1)
+    made = OPTIMIZERS[optimizer](engine, **options)
     history = ke.fit(
         engine, (IMAGES[:N], LABELS[:N]), optimizer=made, validation=0.25, schedule="cosine",
         seed=3, batch_size=64, epochs=2, metrics=("loss", "accuracy"),
@@ -190,7 +194,11 @@ def test_progress_and_notes_are_on_stderr(folder, capsys):
         (["--validation=1.5"], "must lie between 0 and 1"),
         (["--validation=missing.npz"], "there is no such file"),
         (["--metrics=f1"], "unknown metric 'f1'; choose one of: accuracy"),
-        (["--optimizer=adam", "--damping=0.1"], "--damping belongs to kfac; adam has no curvat"),
+        (["--optimizer=adam", "--damping=0.1"], "--damping belongs to kfac, gauss_newton; adam"),
+        (
+            ["--optimizer=gauss_newton", "--weight-decay=0.1"],
+            "to kfac, adam, adamw, muon, sgd; gauss",
+        ),
         (["--optimizer=lbfgs"], "'lbfgs' is not one of 'kfac'"),
         (["--learning-rate=-1"], "--learning-rate must be at least 0"),
         (["--seconds=0"], "seconds must be a positive number"),

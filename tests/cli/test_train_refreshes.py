@@ -26,7 +26,7 @@ def test_the_refreshes_of_kfac_follow_the_options():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--optimizer=sgd", "--refresh-every=2"], "--refresh-every belongs to kfac; s"),
+        (["--optimizer=sgd", "--refresh-every=2"], "--refresh-every belongs to kfac; sgd has"),
         (["--refresh-every=0"], "--refresh-every must be a whole number"),
     ],
 )
