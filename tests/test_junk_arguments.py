@@ -196,7 +196,7 @@ CALLS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]]]] = {
             "gradients": BATCH, "observe": BATCH, "step": BATCH, "loss": BATCH, "trace": BATCH,
             "predict": {"inputs": INPUTS}, "evaluate": {"data": DATA},
             "precondition": {"gradients": VECTORS}, "memory": {},
-            "sample_batch": {"examples": 2}, "export": {"path": "e.onnx"},
+            "export": {"path": "e.onnx"},
             "save": {"path": "state"}, "load": {"path": "state"},
             "set_parameters": {"values": {}}, "set_buffers": {"values": {}},
             "multiply_cholesky": {"vectors": VECTORS},

@@ -8,8 +8,7 @@ from typing import NoReturn
 import numpy as np
 
 from kfac_engine._types import Array
-from kfac_engine.arguments import check_seed, flag, whole
-from kfac_engine.backend.namespace import on_host
+from kfac_engine.arguments import flag, whole
 from kfac_engine.datasets.examples import Batch
 from kfac_engine.datasets.forms import Data
 from kfac_engine.distributed.agreement import Agreement
@@ -32,7 +31,6 @@ from kfac_engine.graph.analysis.exporter_changes import ExportChanges, Tie, expo
 from kfac_engine.layers.feature_powers import FeaturePowers
 from kfac_engine.losses.objective import Residuals
 from kfac_engine.losses.observed import Targets
-from kfac_engine.runtime.sample_run import sample_batch
 from kfac_engine.runtime.trace import Trace
 from kfac_engine.sealed import Sealed
 
@@ -268,39 +266,6 @@ class TrainableModel(Sealed):
         """
         with self._shards.computing("evaluate"), self._history.explain():
             return self._evaluation.metrics(data, metrics)
-
-    def sample_batch(
-        self, examples: int, seed: int = 0
-    ) -> tuple[dict[str, Array], dict[str, Array]]:
-        """Return a batch for measurements of time and memory; its contents mean nothing.
-
-        Args:
-            examples: Number of examples. A model with a fixed batch size has that size.
-            seed: Seed of the targets.
-
-        Returns:
-            The inputs of the run that found the shapes, given as ``sample_inputs`` or generated,
-            with repeated examples; and targets that are drawn from the predictions of the model.
-
-        Raises:
-            InputError: ``examples`` is not a positive whole number.
-            KfacError: The model does not run on these inputs.
-        """
-        whole("examples", examples, least=1)
-        check_seed(seed)
-        task, model, rng = self._task, self._model, np.random.default_rng(seed)
-        inputs = sample_batch(model.graph, model.facts, task.inputs)
-        if not task.batch.fixed:
-            inputs = task.batch.resized(inputs, examples)
-        trace = self.trace(inputs)
-        terms = (term for loss in self.objective.losses for term in loss.parts)
-        targets = {
-            task.objective.outputs.get(term.inputs[0], term.inputs[0]): term.sample(
-                term.read(trace, targets=False), rng
-            )
-            for term in terms
-        }
-        return inputs, on_host(targets, self._assembly.collection.backend)
 
     # -- gradients ---------------------------------------------------------------------------------
 
