@@ -142,7 +142,7 @@ def shrinkage_by_evidence(
     """Return the rule of an engine; without blocks unless the examples are rows of a table.
 
     The inputs are floating-point vectors, one for each example, and there is one loss, a mean. All
-    weights are matrices of fully connected layers, each used once, with factors
+    weights are matrices of fully connected layers, whole parameters, each used once, with factors
     whose sides have a sum of at most 640.
 
     Args:
@@ -158,7 +158,7 @@ def shrinkage_by_evidence(
         objective.reduction != "sum"
         and [loss.coefficient for loss in objective.losses] == [1]
         and all(i.dtype.kind == "f" and i.shape and len(i.shape) == _ROWS for i in inputs)
-        and all(w.kind == _DENSE and w.part.name == name for name, w in weights.items())
+        and all(w.kind == _DENSE and name in engine.parameters for name, w in weights.items())
         and 0 < max(widths.values(), default=0) <= _WIDEST
     )
     return ShrinkageByEvidence(blocks if applies else {})

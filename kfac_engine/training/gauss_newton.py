@@ -167,7 +167,8 @@ class _Equations:
         y = self._solve(right, damping)
         if y is None:
             return None
-        update = self._space.combine(y, tuple(step.parameters))
+        combined = self._space.combine(y, tuple(step.parameters))
+        update = {name: combined[name] for name in step.parameters}  # without tied copies
         for name, array in centre.items():
             update[name] += array
         self.update = update

@@ -21,6 +21,7 @@ COPIES = {
     ),
     "get()": (
         "kfac_engine/backend/threads.py",
+        "kfac_engine/cli/display.py",  # the text of a table
         "kfac_engine/compat/collection.py",  # the default collection
         "kfac_engine/datasets/shards.py",  # data of the user, which a checksum reads
         "kfac_engine/losses/ctc.py",  # sequences, whose edits are counted

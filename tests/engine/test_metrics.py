@@ -130,7 +130,11 @@ def test_wrong_metrics_are_refused(regression, classifier):
     cases = [
         (["accuracy"], ke.UnsupportedError, "has no accuracy"),
         (["top3"], ke.UnsupportedError, "has no ranks"),
-        (["top0"], ke.UnknownNameError, "unknown metric 'top0' .* choose one of: accuracy, loss"),
+        (
+            ["top0"],
+            ke.UnknownNameError,
+            "unknown metric 'top0' .* choose one of: accuracy, label_er",
+        ),
         (["loss", "loss"], ke.InputError, "'loss' is named twice"),
         ("loss", ke.InputError, "metrics must be a list"),
         ([3], ke.InputError, "or a function with a name"),

@@ -70,8 +70,8 @@ def test_the_refresh_of_an_eigenbasis_costs_the_factors_that_it_decomposes():
     layer = engine.layers[-1]
     assert layer.symbols == ("A", "G", "s")
     assert layer.inverse_flops == 6.0**3 + 3.0**3
-    (work,) = (w for w in engine.estimator.refreshes.works if w.parameters == layer.parameters)
-    assert work.cost == layer.inverse_flops
+    costs = [work.cost for work in engine.estimator.refreshes.works]
+    assert costs.count(layer.inverse_flops) == 1
 
 
 def normalized(channels):

@@ -7,7 +7,10 @@ import pytest
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "training.md"
 BLOCKS = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.M | re.S)
-EXAMPLES = [block for block in BLOCKS if "ke.fit(" in block]
+EXAMPLES: list[str] = []
+for block in BLOCKS:
+    if "ke.fit(" in block:  # a block without imports continues the last example
+        EXAMPLES.append(block if "import kfac_engine" in block else EXAMPLES[-1] + block)
 
 
 @pytest.mark.parametrize("number", range(len(EXAMPLES)))
