@@ -97,7 +97,7 @@ def test_steps_equal_those_of_one_process(case):
 # Place of a failure to the object and the function that fail before an average moves.
 PHASES = {
     "forward": (lambda engine: engine._passes, "trace"),
-    "backward": (lambda engine: engine._passes, "differentiate"),
+    "backward": (lambda engine: engine._passes, "_differentiate"),
     "statistics": (lambda engine: engine.estimator.statistics, "measure"),
 }
 
