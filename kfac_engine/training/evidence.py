@@ -154,11 +154,12 @@ def shrinkage_by_evidence(
     objective, model = engine.objective, engine.collection.graph
     assert isinstance(model, OnnxModel), "an engine has a model"
     inputs = [i for i in model.graph.inputs if i.name in engine.example_axes.inputs]
+    whole = engine.stored_parameters.keys()
     applies = (
         objective.reduction != "sum"
         and [loss.coefficient for loss in objective.losses] == [1]
         and all(i.dtype.kind == "f" and i.shape and len(i.shape) == _ROWS for i in inputs)
-        and all(w.kind == _DENSE and name in engine.parameters for name, w in weights.items())
+        and all(w.kind == _DENSE and name in whole for name, w in weights.items())
         and 0 < max(widths.values(), default=0) <= _WIDEST
     )
     return ShrinkageByEvidence(blocks if applies else {})
