@@ -113,7 +113,7 @@ def chosen_refreshes(options: dict[str, Any], optimizer: str) -> dict[str, Any]:
 
 
 def _taken(optimizer: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values that are given, not None; refuse those that the optimizer does not take."""
+    """Return the options that the user gave; refuse one that the optimizer does not take."""
     from kfac_engine.training.fit import OPTIMIZERS
 
     chosen = {name: value for name, value in values.items() if value is not None}

@@ -111,7 +111,7 @@ class ExampleAxes:
         return whole
 
     def _count_of(self, name: str, inputs: Mapping[str, Array], whole: int) -> int:
-        """Return the number of examples of the set of a target, of ``whole`` of all sets."""
+        """Return how many examples a target must have: those of its set, or all, ``whole``."""
         if name not in self._sets:
             return whole
         number = self._sets[name]

@@ -96,13 +96,13 @@ class TracedParts:
         return cls([({}, None)], lambda inputs, targets: trace, axes, releases=False)
 
     def __post_init__(self) -> None:
-        """Evaluate a single part."""
+        """Run the model on a batch of one part; several parts are run when they are read."""
         if len(self.parts) == 1:
             self.each(lambda trace: None)
 
     @property
     def only(self) -> Trace:
-        """The evaluation of a batch of one part."""
+        """The trace of a batch that has a single part."""
         assert self._only is not None, "a batch of one part"
         return self._only
 

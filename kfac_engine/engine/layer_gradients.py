@@ -99,7 +99,7 @@ class WholeGradients:
         return product
 
     def products(self, vectors: Float) -> Float:
-        """Return the inner products ``(q, m, k)`` with vectors, ``(q, g, d_in, d_out)``."""
+        """Return inner products ``(q, m, k)`` with q vectors ``(q, g, d_in, d_out)``."""
         m, k = self.values.shape[:2]
         flat = vectors.reshape(len(vectors), -1) @ self.values.reshape(m * k, -1).T
         product: Float = flat.reshape(-1, m, k)
@@ -315,7 +315,7 @@ class _Readings:
         return outputs, reader
 
     def one_by_one(self) -> _Reading:
-        """Read a backward pass for each example."""
+        """Return a reading that runs the backward pass once for each example."""
 
         def reader(sources: Cotangents, _: Sequence[Mapping[str, Array]]) -> LayerReader:
             shape_of = self.assembly.collection.require_shape

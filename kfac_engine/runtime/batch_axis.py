@@ -215,7 +215,10 @@ class _Probe:
         return self.with_doubt(batch, outputs)
 
     def sets_of_examples(self, outputs: Sequence[str]) -> Batch | None:
-        """Return the batch along axes of several symbols, each with outputs of its own, or None."""
+        """Return a batch of several sets of examples; None if the model has no such sets.
+
+        Each set has inputs and outputs of its own, with a number of examples of its own.
+        """
         apart = axes_by_symbol(self._graph.inputs)
         different = len({name for axes in apart for name in axes}) == sum(map(len, apart)) > 1
         if len(outputs) < 2 or not different:

@@ -333,9 +333,10 @@ class AdaptiveLengthUpdate:
         return [slopes, bounded]
 
     def _least_squares(self, natural: Vector, step: StepInputs) -> dict[str, Any]:
-        """Return ``s² side / (2 N)`` of the matrices of weights, on the host, which bounds lengths.
+        """Return the least ``|p|²`` for the step size of each weight, which bounds its update.
 
-        Weights without an entry have enough examples.
+        It is ``s² side / (2 N)`` for a matrix with the largest singular value s. Weights whose
+        smaller side is at most 2 N, or below 16, have no entry. The numbers are on the host.
         """
         least: dict[str, Any] = {}
         for name, direction in natural.items():

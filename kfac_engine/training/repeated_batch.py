@@ -61,7 +61,7 @@ class RepeatedBatch:
         return replace(self, repeats=self.repeats + 1)
 
     def following(self, rule: int) -> Self:
-        """Return the state with the number of the rule of exact steps."""
+        """Return this state, with the exact rule of this number for the steps that follow."""
         return replace(self, rule=float(rule))
 
     @property

@@ -103,7 +103,7 @@ class ToMeasure:
     def enter(
         self, average: Array, statistic: Statistic, backend: Backend, alpha: float, beta: float
     ) -> None:
-        """Compute ``average ← beta·average + alpha·measurement`` in place."""
+        """Measure the batch into ``average ← beta·average + alpha·measurement``, in place."""
         statistic.add_to(average, self.values, backend, alpha * self.part, beta)
 
     def share(self, part: float, total: Count, least: DType) -> "ToMeasure":
