@@ -17,19 +17,12 @@ _MOST_CHARACTERS = 80
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """The first rows of a table.
+    """The first rows of a table."""
 
-    Attributes:
-        heads: Heads of the columns.
-        rows: Cells of each row. Not more rows than are shown are read.
-        count: Number of all rows.
-        noun: Noun of a row, in the plural.
-    """
-
-    heads: Sequence[str]
-    rows: Iterable[Sequence[object]]
-    count: int
-    noun: str
+    heads: Sequence[str]  # heads of the columns
+    rows: Iterable[Sequence[object]]  # Cells of each row. Not more rows than are shown are read.
+    count: int  # number of all rows
+    noun: str  # noun of a row, in the plural
 
     def cells(self) -> list[list[str]]:
         """Return the rows that are shown, in printable form."""
@@ -43,17 +36,11 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """A title, facts and a table.
+    """A title, facts and a table."""
 
-    Attributes:
-        title: Class and name of the object.
-        facts: Values by name.
-        table: The table; None for none.
-    """
-
-    title: str
-    facts: Mapping[str, object]
-    table: Table | None = None
+    title: str  # class and name of the object
+    facts: Mapping[str, object]  # values by name
+    table: Table | None = None  # the table; None for none
 
     def lines(self) -> str:
         """Return the title and the facts, one on each line."""

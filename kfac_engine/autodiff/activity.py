@@ -23,15 +23,11 @@ _DEEPEST_SUM = 3
 
 @dataclass(frozen=True)
 class Activity:
-    """The values that have a nonzero derivative with respect to a set of values.
+    """The values that have a nonzero derivative with respect to a set of values."""
 
-    Attributes:
-        active: Floating-point values, and values that are computed from rounded values.
-        rounded: The rounding node of each rounded value of a coarse type.
-    """
-
+    # Floating-point values, and values that are computed from rounded values.
     active: frozenset[str]
-    rounded: Mapping[str, Node]
+    rounded: Mapping[str, Node]  # the rounding node of each rounded value of a coarse type
 
     def members(self, names: Iterable[str]) -> list[str]:
         """Return the members of ``active`` and ``rounded`` among ``names``."""

@@ -34,28 +34,19 @@ _CUTTERS = frozenset(
 
 @dataclass(frozen=True)
 class Backward:
-    """The nodes that compute the vector–Jacobian product of a graph.
+    """The nodes that compute the vector–Jacobian product of a graph."""
 
-    Attributes:
-        nodes: Backward nodes in topological order.
-        constants: Constants that ``nodes`` and ``forward_nodes`` read.
-        forward_nodes: Nodes to append to the forward graph.
-        saved: Forward values that ``nodes`` read; the forward session returns them.
-        cotangents: Name of the cotangent of each differentiated value; an input of ``nodes``.
-        gradients: Name of the gradient of each variable. The gradient of an absent variable is
-            zero, because the differentiated values do not depend on it.
-        dtypes: Element types of the cotangents, by name.
-        leaves: Results of ``nodes`` that can be computed outside the graph, mapped to the
-            computation.
-    """
-
-    nodes: tuple[Node, ...]
-    constants: Mapping[str, Array]
-    forward_nodes: tuple[Node, ...]
-    saved: tuple[str, ...]
+    nodes: tuple[Node, ...]  # backward nodes in topological order
+    constants: Mapping[str, Array]  # constants that ``nodes`` and ``forward_nodes`` read
+    forward_nodes: tuple[Node, ...]  # nodes to append to the forward graph
+    saved: tuple[str, ...]  # forward values that ``nodes`` read; the forward session returns them
+    # Name of the cotangent of each differentiated value; an input of ``nodes``.
     cotangents: Mapping[str, str]
+    # Name of the gradient of each variable. The gradient of an absent variable is zero, because the
+    # differentiated values do not depend on it.
     gradients: Mapping[str, str]
-    dtypes: Mapping[str, DType]
+    dtypes: Mapping[str, DType]  # element types of the cotangents, by name
+    # Results of ``nodes`` that can be computed outside the graph, mapped to the computation.
     leaves: Mapping[str, KernelGradient] = field(default_factory=dict)
 
 

@@ -39,14 +39,11 @@ Pairs: TypeAlias = Sequence[tuple[int, int]]
 
 @dataclass(frozen=True)
 class Jet:
-    """Names of the derivatives of a value; derivatives that are zero are absent.
+    """Names of the derivatives of a value; derivatives that are zero are absent."""
 
-    Attributes:
-        tangents: First derivatives, by the index of the direction.
-        seconds: Second derivatives, by the index of the sum.
-    """
-
+    # First derivatives, by the index of the direction.
     tangents: Mapping[int, str] = field(default_factory=dict)
+    # Second derivatives, by the index of the sum.
     seconds: Mapping[int, str] = field(default_factory=dict)
 
 
@@ -77,19 +74,13 @@ def push_jets(
 
 @dataclass(frozen=True, slots=True)
 class _Transposed:
-    """The map from tangents of operands to tangents of results, as nodes that are still to add.
+    """The map from tangents of operands to tangents of results, as nodes that are still to add."""
 
-    Attributes:
-        nodes: The nodes of the map.
-        constants: Constants that the nodes read.
-        operands: The operands whose tangents are summed to a value that the nodes read, by name.
-        results: Name of the tangent of each result, by the name of the result.
-    """
-
-    nodes: tuple[Node, ...]
-    constants: Mapping[str, Array]
+    nodes: tuple[Node, ...]  # the nodes of the map
+    constants: Mapping[str, Array]  # constants that the nodes read
+    # The operands whose tangents are summed to a value that the nodes read, by name.
     operands: Mapping[str, tuple[int, ...]]
-    results: Results
+    results: Results  # name of the tangent of each result, by the name of the result
 
 
 class _Sweep:

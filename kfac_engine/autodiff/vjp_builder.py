@@ -23,21 +23,13 @@ from kfac_engine.graph.structure import AttributeValue, Fact, Graph, Node
 
 @dataclass(frozen=True, slots=True)
 class KernelGradient:
-    """The gradient of a convolution kernel.
+    """The gradient of a convolution kernel."""
 
-    Attributes:
-        images: Name of the input of the convolution, ``(n, channels, *spatial)``.
-        cotangents: Name of the cotangent of the result.
-        window: Window of the convolution.
-        outs: Number of channels of the cotangent.
-        ins: Number of channels of the input in each group.
-    """
-
-    images: str
-    cotangents: str
-    window: SlidingWindow
-    outs: int
-    ins: int
+    images: str  # name of the input of the convolution, ``(n, channels, *spatial)``
+    cotangents: str  # name of the cotangent of the result
+    window: SlidingWindow  # window of the convolution
+    outs: int  # number of channels of the cotangent
+    ins: int  # number of channels of the input in each group
 
     @property
     def operands(self) -> tuple[str, str]:

@@ -32,28 +32,18 @@ Segment: TypeAlias = tuple[range, Taps]
 
 
 class LineProduct(NamedTuple):
-    """The products ``Σ x[:, q + δ·d] x[:, q]ᵀ`` of lines, for some offsets along the line.
+    """The products ``Σ x[:, q + δ·d] x[:, q]ᵀ`` of lines, for some offsets along the line."""
 
-    Attributes:
-        leading: Offset along all axes but the last.
-        alongs: Offsets along the last axis.
-        lines: Pixels ``q`` along all axes but the last.
-        pixels: Pixels ``q`` along the last axis; partners beyond the line are zero.
-        leading_taps: For each axis but the last, the taps ``v`` whose block has this term.
-        taps: For each offset of ``alongs``, the taps ``v`` of the last axis whose block has this
-            term.
-        sign: 1, or −1 for a segment outside the boxes of these taps.
-        dilations: Pixels from one tap to the next, for each axis.
-    """
-
-    leading: Offset
-    alongs: range
-    lines: tuple[range, ...]
-    pixels: range
+    leading: Offset  # offset along all axes but the last
+    alongs: range  # offsets along the last axis
+    lines: tuple[range, ...]  # pixels ``q`` along all axes but the last
+    pixels: range  # pixels ``q`` along the last axis; partners beyond the line are zero
+    # For each axis but the last, the taps ``v`` whose block has this term.
     leading_taps: tuple[Taps, ...]
+    # For each offset of ``alongs``, the taps ``v`` of the last axis whose block has this term.
     taps: tuple[Taps, ...]
-    sign: int
-    dilations: tuple[int, ...]
+    sign: int  # 1, or −1 for a segment outside the boxes of these taps
+    dilations: tuple[int, ...]  # pixels from one tap to the next, for each axis
 
     @property
     def pairs(self) -> int:
@@ -75,16 +65,11 @@ class LineProduct(NamedTuple):
 
 
 class Block(NamedTuple):
-    """A block of a patch Gram matrix as a sum of products.
+    """A block of a patch Gram matrix as a sum of products."""
 
-    Attributes:
-        u: Tap of the rows.
-        v: Tap of the columns.
-        terms: Index of a line product, index of the offset in its ``alongs``, and sign.
-    """
-
-    u: Taps
-    v: Taps
+    u: Taps  # tap of the rows
+    v: Taps  # tap of the columns
+    # Index of a line product, index of the offset in its ``alongs``, and sign.
     terms: tuple[tuple[int, int, int], ...]
 
 

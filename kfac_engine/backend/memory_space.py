@@ -17,21 +17,13 @@ from kfac_engine.backend.namespace import as_array
 
 
 class MemorySpace(Protocol):
-    """The memory of the host, or of a device.
+    """The memory of the host, or of a device."""
 
-    Attributes:
-        kind: Device type, as in DLPack: ``"cpu"`` or ``"cuda"``.
-        index: Number of the device among the devices of its kind.
-        stream: Address of the stream of ONNX Runtime; 0 without streams.
-        tf32: Whether products may round float32 numbers to TF32.
-        name: Device name, for messages.
-    """
-
-    kind: str
-    index: int
-    stream: int
-    tf32: bool
-    name: str
+    kind: str  # device type, as in DLPack: ``"cpu"`` or ``"cuda"``
+    index: int  # number of the device among the devices of its kind
+    stream: int  # address of the stream of ONNX Runtime; 0 without streams
+    tf32: bool  # whether products may round float32 numbers to TF32
+    name: str  # device name, for messages
 
     def __hash__(self) -> int:
         """Return a hash of the identity."""

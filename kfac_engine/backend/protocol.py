@@ -73,15 +73,10 @@ class LinearAlgebra(Protocol):
 
 
 class Backend(Protocol):
-    """The operations of one array library.
+    """The operations of one array library."""
 
-    Attributes:
-        name: Name of the backend in ``select``.
-        scratch_bytes: Bound of the scratch memory of one operation, in bytes.
-    """
-
-    name: str
-    scratch_bytes: int
+    name: str  # name of the backend in ``select``
+    scratch_bytes: int  # bound of the scratch memory of one operation, in bytes
 
     @property
     def xp(self) -> ModuleType:

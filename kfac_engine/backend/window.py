@@ -15,20 +15,14 @@ class Window:
 
     Output position ``o`` and tap ``u`` of an axis see pixel ``o·stride + u·dilation − begin``.
     Pixels outside the image are zero.
-
-    Attributes:
-        kernel: Number of taps of each axis.
-        strides: Number of pixels between output positions, for each axis.
-        dilations: Number of pixels between taps, for each axis.
-        begins: Padding before the first pixel, for each axis; a negative padding is a crop.
-        ends: Padding after the last pixel, for each axis.
     """
 
-    kernel: tuple[int, ...]
-    strides: tuple[int, ...]
-    dilations: tuple[int, ...]
+    kernel: tuple[int, ...]  # number of taps of each axis
+    strides: tuple[int, ...]  # number of pixels between output positions, for each axis
+    dilations: tuple[int, ...]  # number of pixels between taps, for each axis
+    # Padding before the first pixel, for each axis; a negative padding is a crop.
     begins: tuple[int, ...]
-    ends: tuple[int, ...]
+    ends: tuple[int, ...]  # padding after the last pixel, for each axis
 
     @property
     def taps(self) -> int:
@@ -156,16 +150,12 @@ def _seen(
 
 @dataclass(frozen=True, slots=True)
 class SlidingWindow(Window):
-    """A window over the spatial axes, which come after batch and channels.
+    """A window over the spatial axes, which come after batch and channels."""
 
-    Attributes:
-        same: ``"SAME_UPPER"`` or ``"SAME_LOWER"`` if the padding depends on the size of the image
-            (``begins`` and ``ends`` are then zero); else ``""``.
-        ceil_mode: Whether the last window may extend beyond the padding.
-    """
-
+    # ``"SAME_UPPER"`` or ``"SAME_LOWER"`` if the padding depends on the size of the image
+    # (``begins`` and ``ends`` are then zero); else ``""``.
     same: str = ""
-    ceil_mode: bool = False
+    ceil_mode: bool = False  # whether the last window may extend beyond the padding
 
     @property
     def axes(self) -> tuple[int, ...]:

@@ -185,31 +185,19 @@ def _precision(curvature: "ke.Curvature", block: "Block") -> float:
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """The numbers of a block.
-
-    Attributes:
-        parameters: Its parameters.
-        parts: The entries of each parameter in the block, such as ``[0:4, :]``; empty for all.
-        shapes: Shapes of the parameters.
-        formula: The block in a few symbols.
-        eigenvalues: Number of eigenvalues.
-        trace: Sum of the eigenvalues.
-        largest: Largest eigenvalue.
-        smallest: Smallest eigenvalue.
-        log_determinant: Sum of ``log(s + λ)`` over the eigenvalues.
-        effective_dimension: Sum of ``s / (s + λ)``.
-    """
+    """The numbers of a block."""
 
     parameters: tuple[str, ...]
+    # The entries of each parameter in the block, such as ``[0:4, :]``; empty for all.
     parts: tuple[str, ...]
-    shapes: tuple[tuple[int, ...], ...]
-    formula: str
-    eigenvalues: int
-    trace: float
-    largest: float
-    smallest: float
-    log_determinant: float
-    effective_dimension: float
+    shapes: tuple[tuple[int, ...], ...]  # shapes of the parameters
+    formula: str  # the block in a few symbols
+    eigenvalues: int  # number of eigenvalues
+    trace: float  # sum of the eigenvalues
+    largest: float  # largest eigenvalue
+    smallest: float  # smallest eigenvalue
+    log_determinant: float  # sum of ``log(s + λ)`` over the eigenvalues
+    effective_dimension: float  # sum of ``s / (s + λ)``
 
 
 def _rows(curvature: "ke.Curvature", damping: float) -> list[_Row]:

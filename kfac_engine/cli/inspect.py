@@ -93,20 +93,13 @@ def inspect(
 
 @dataclass(frozen=True, slots=True)
 class _Report:
-    """The facts that are printed.
-
-    Attributes:
-        engine: The engine.
-        batch: Number of examples in a batch.
-        memory: Peak memory for this batch.
-        untrained: Constants that are not trained.
-        spectra: Eigenvalues of the factors; empty if they were not asked for.
-    """
+    """The facts that are printed."""
 
     engine: "ke.Engine"
-    batch: int
-    memory: "MemoryReport"
-    untrained: "Sequence[Untrained]"
+    batch: int  # number of examples in a batch
+    memory: "MemoryReport"  # peak memory for this batch
+    untrained: "Sequence[Untrained]"  # constants that are not trained
+    # Eigenvalues of the factors; empty if they were not asked for.
     spectra: "Sequence[FactorSpectrum]"
 
     def warnings(self) -> list[str]:

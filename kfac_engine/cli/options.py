@@ -31,16 +31,12 @@ Options: TypeAlias = tuple[Callable[[Command], Command], ...]
 
 @dataclass
 class Invocation:
-    """State of one run of the program.
+    """State of one run of the program."""
 
-    Attributes:
-        debug: Whether a failure shows its traceback; ``--debug`` sets it at any position.
-        interruption: Reaction of the program to signals.
-        command: The command that runs; None before its options are read.
-    """
-
+    # Whether a failure shows its traceback; ``--debug`` sets it at any position.
     debug: bool = False
-    command: click.Command | None = None
+    command: click.Command | None = None  # the command that runs; None before its options are read
+    # Reaction of the program to signals.
     interruption: Interruption = field(default_factory=Interruption)
 
 

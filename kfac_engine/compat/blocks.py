@@ -46,14 +46,10 @@ from kfac_engine.layers.views import Padding, TokenIdView
 
 @dataclass(frozen=True, slots=True)
 class SummedAxes(BroadcastShape):
-    """The broadcast axes as the caller lists them.
-
-    Attributes:
-        axes: Positive numbers of axes; the batch is axis 0.
-    """
+    """The broadcast axes as the caller lists them."""
 
     shape: tuple[int, ...] = ()
-    axes: tuple[int, ...] = ()
+    axes: tuple[int, ...] = ()  # positive numbers of axes; the batch is axis 0
 
     def __post_init__(self) -> None:
         """Check that the axes are positive and different."""

@@ -15,16 +15,11 @@ from kfac_engine.errors import UnsupportedError
 
 @dataclass(slots=True)
 class _Round:
-    """One pass of the covariance thunks over a batch, in which all thunks see the same draws.
+    """One pass of the covariance thunks over a batch, in which all thunks see the same draws."""
 
-    Attributes:
-        trace: The batch.
-        generator: State of the random generator from which each thunk draws.
-        done: ``id`` of each factor that was updated; changed by the thunks.
-    """
-
-    trace: Trace
-    generator: Mapping[str, object]
+    trace: Trace  # the batch
+    generator: Mapping[str, object]  # state of the random generator from which each thunk draws
+    # ``id`` of each factor that was updated; changed by the thunks.
     done: set[int] = field(default_factory=set)
 
     def includes(self, trace: Trace, factor: FisherFactor) -> bool:

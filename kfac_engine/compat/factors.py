@@ -37,15 +37,10 @@ _MATRIX = RowView(rank=2)
 
 
 class FactorOptions(TypedDict, total=False):
-    """The keyword arguments of every factor.
+    """The keyword arguments of every factor."""
 
-    Attributes:
-        backend: Array library; NumPy by default.
-        config: Options of averages and powers; the defaults if omitted.
-    """
-
-    backend: Backend | None
-    config: CollectionConfig | None
+    backend: Backend | None  # array library; NumPy by default
+    config: CollectionConfig | None  # options of averages and powers; the defaults if omitted
 
 
 class NaiveFullFactor(DenseSquareMatrixFactor):

@@ -41,42 +41,30 @@ LayerRecipe: TypeAlias = Callable[..., FisherBlock]
 
 @dataclass(frozen=True, slots=True)
 class Approximation:
-    """A row of the table.
+    """A row of the table."""
 
-    Attributes:
-        build: Creates the block.
-        formula: Formula of the block.
-        source: Publication that derives it.
-        examples_first: Whether statistics separate examples by the first axis of the layer's
-            tensors, which must then contain examples only.
-        fills_scratch: Whether statistics compute gradients of examples, which use all scratch
-            memory.
-        eigenvectors: Whether refreshes decompose factors for every power.
-    """
-
-    build: LayerRecipe
-    formula: str
-    source: str
+    build: LayerRecipe  # creates the block
+    formula: str  # formula of the block
+    source: str  # publication that derives it
+    # Whether statistics separate examples by the first axis of the layer's tensors, which must then
+    # contain examples only.
     examples_first: bool = False
+    # Whether statistics compute gradients of examples, which use all scratch memory.
     fills_scratch: bool = False
-    eigenvectors: bool = False
+    eigenvectors: bool = False  # whether refreshes decompose factors for every power
 
 
 @dataclass(frozen=True, slots=True)
 class LayerKind:
-    """A kind of layer.
+    """A kind of layer."""
 
-    Attributes:
-        approximations: Rows by name; the first row is the default.
-        large: Default of layers that have a matrix of more than ``largest`` rows; empty for the
-            same default.
-        largest: Largest number of rows of the matrices of a layer with the first default.
-        several: The kind of the same layers if they are used several times; empty for this kind.
-    """
-
-    approximations: Mapping[str, Approximation]
+    approximations: Mapping[str, Approximation]  # rows by name; the first row is the default
+    # Default of layers that have a matrix of more than ``largest`` rows; empty for the same
+    # default.
     large: str = ""
+    # Largest number of rows of the matrices of a layer with the first default.
     largest: int = LARGEST_BLOCK
+    # The kind of the same layers if they are used several times; empty for this kind.
     several: str = ""
 
     @property

@@ -46,76 +46,53 @@ ExampleGradients: TypeAlias = Callable[
 
 @dataclass(frozen=True, slots=True)
 class MeasuredBatch:
-    """A batch, or a part of one, whose statistics are measured.
+    """A batch, or a part of one, whose statistics are measured."""
 
-    Attributes:
-        trace: The evaluation.
-        scales: Factors of the cotangents, by loss input; 1 where absent.
-        weights: Weights of the examples, besides ``scales``; None if no target has a weight.
-        draws: Draws that replace random ones, by loss name.
-        absent: Numbers of the loss functions of which no target counts in the whole batch.
-    """
-
-    trace: Trace
-    scales: Scales
+    trace: Trace  # the evaluation
+    scales: Scales  # factors of the cotangents, by loss input; 1 where absent
+    # Weights of the examples, besides ``scales``; None if no target has a weight.
     weights: ExampleWeights | None = None
-    draws: Draws | None = None
+    draws: Draws | None = None  # draws that replace random ones, by loss name
+    # Numbers of the loss functions of which no target counts in the whole batch.
     absent: frozenset[int] = frozenset()
 
 
 @dataclass(eq=False)
 class CovarianceUpdates:
-    """Measures batches for factors: propagates the sources of a mode to the values that they read.
+    """Measures batches for factors: propagates a mode's sources to the values they read."""
 
-    Attributes:
-        mode: Computes the cotangents of the sources.
-        losses: The losses, with their parts.
-        backend: Array library of the factors.
-        rng: Generator of sampled targets and random signs; advanced by each pass.
-        factors: All factors.
-        alone: Factors whose statistics read gradients of single examples.
-        gradients: The differentiated value of each gradient, by the name that factors read.
-        layers: The layers. Weights of targets decide which rows of their inputs count.
-        examples: Computes gradients of single examples; None if traces cannot.
-        variables: Parameters whose gradients are summed over the sources.
-        batch_size: Size that every batch must have; None for any size.
-        name: Name of the estimator, for messages.
-        rows: The rows of the batch that this process has; None for all of them.
-        placements: Place of the examples in the draws of each loss, by name; the first axis where
-            absent.
-        places: Where values have the examples.
-        batch: Name of a value whose first axis has the examples only; empty if the first axis of
-            the first loss input has them.
-        divided: Whether batches are divided among processes.
-        over_ranks: Returns means over all processes, from the measurements of this one.
-        straight: Factors that measure a whole batch straight into their averages; None for all.
-        reached: Returns the values that each loss function depends on, in the order of the losses.
-        params_stats: ``Σ_sources gradient / batch_size`` of the last update, for each variable.
-        updater: Updates the factors that read whole batches.
-    """
-
-    mode: EstimationMode
-    losses: tuple[RegisteredLoss, ...]
-    backend: Backend
-    rng: np.random.Generator
-    factors: Sequence[FisherFactor]
-    alone: tuple[FisherFactor, ...]
+    mode: EstimationMode  # computes the cotangents of the sources
+    losses: tuple[RegisteredLoss, ...]  # the losses, with their parts
+    backend: Backend  # array library of the factors
+    rng: np.random.Generator  # generator of sampled targets and random signs; advanced by each pass
+    factors: Sequence[FisherFactor]  # all factors
+    alone: tuple[FisherFactor, ...]  # factors whose statistics read gradients of single examples
+    # The differentiated value of each gradient, by the name that factors read.
     gradients: Mapping[str, str]
+    # The layers. Weights of targets decide which rows of their inputs count.
     layers: tuple[LayerRows, ...]
+    # Computes gradients of single examples; None if traces cannot.
     examples: ExampleGradients | None
-    variables: tuple[str, ...]
-    batch_size: int | None
-    name: str
-    rows: Rows | None = None
+    variables: tuple[str, ...]  # parameters whose gradients are summed over the sources
+    batch_size: int | None  # size that every batch must have; None for any size
+    name: str  # name of the estimator, for messages
+    rows: Rows | None = None  # the rows of the batch that this process has; None for all of them
+    # Place of the examples in the draws of each loss, by name; the first axis where absent.
     placements: Mapping[str, Placement] = field(default_factory=dict)
-    places: ExamplePlaces = field(default_factory=ExamplePlaces)
+    places: ExamplePlaces = field(default_factory=ExamplePlaces)  # where values have the examples
+    # Name of a value whose first axis has the examples only; empty if the first axis of the first
+    # loss input has them.
     batch: str = ""
-    divided: bool = False
+    divided: bool = False  # whether batches are divided among processes
+    # Returns means over all processes, from the measurements of this one.
     over_ranks: OverRanks = field(default=lambda measured: measured)
+    # Factors that measure a whole batch straight into their averages; None for all.
     straight: Collection[FisherFactor] | None = None
+    # Returns the values that each loss function depends on, in the order of the losses.
     reached: Callable[[], Sequence[Collection[str]]] = tuple
+    # ``Σ_sources gradient / batch_size`` of the last update, for each variable.
     params_stats: list[Array] = field(default_factory=list)
-    updater: FactorUpdater = field(init=False)
+    updater: FactorUpdater = field(init=False)  # updates the factors that read whole batches
     _reads: dict[tuple[FisherFactor, ...], Reads] = field(default_factory=dict, init=False)
     _numbers: dict[FisherFactor, frozenset[int]] = field(default_factory=dict, init=False)
 

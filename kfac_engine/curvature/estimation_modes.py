@@ -46,22 +46,16 @@ Sources: TypeAlias = Callable[
 
 @dataclass(frozen=True, slots=True)
 class EstimationMode:
-    """A way to estimate a curvature matrix; call it to get the sources of a batch.
+    """A way to estimate a curvature matrix; call it to get the sources of a batch."""
 
-    Attributes:
-        mat_type: The matrix that the second moment of the sources estimates.
-        sources: The generator of the sources, without checks.
-        needs_targets: Whether it reads the targets of the batch.
-        one_source: Whether there is always one source. Several sources are summed up before an
-            average moves, which takes memory for the sums.
-        examples_first: Whether it numbers the entries of a loss input after the first axis, which
-            must then hold the examples alone.
-    """
-
-    mat_type: MatType
-    sources: Sources
-    needs_targets: bool = False
+    mat_type: MatType  # the matrix that the second moment of the sources estimates
+    sources: Sources  # the generator of the sources, without checks
+    needs_targets: bool = False  # whether it reads the targets of the batch
+    # Whether there is always one source. Several sources are summed up before an average moves,
+    # which takes memory for the sums.
     one_source: bool = False
+    # Whether it numbers the entries of a loss input after the first axis, which must then hold the
+    # examples alone.
     examples_first: bool = False
 
     def __call__(

@@ -55,14 +55,10 @@ class DifferentiableTrace(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TermWeight:
-    """The weight of a part of a loss in a curvature matrix.
+    """The weight of a part of a loss in a curvature matrix."""
 
-    Attributes:
-        number: Factor of the Fisher matrix of the part, at least 0.
-        rows: Weights of its predictions, which broadcast to an input of the loss; None for ones.
-    """
-
-    number: float
+    number: float  # factor of the Fisher matrix of the part, at least 0
+    # Weights of its predictions, which broadcast to an input of the loss; None for ones.
     rows: Array | None = None
 
     def times(self, arrays: Mapping[str, Array]) -> dict[str, Array]:

@@ -54,19 +54,12 @@ class Schedule:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """The refresh of one factor.
+    """The refresh of one factor."""
 
-    Attributes:
-        key: Name of the refresh.
-        cost: Relative cost, for example the number of multiplications.
-        owner: Rank of the process that computes it; None if any process may.
-        ranks: Number of processes.
-    """
-
-    key: str
-    cost: float
-    owner: int | None = None
-    ranks: int = 1
+    key: str  # name of the refresh
+    cost: float  # relative cost, for example the number of multiplications
+    owner: int | None = None  # rank of the process that computes it; None if any process may
+    ranks: int = 1  # number of processes
 
 
 class Planner:

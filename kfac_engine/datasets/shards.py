@@ -37,14 +37,10 @@ _CHECKED_SHARDS, _CHECKED_BYTES = 16, 1 << 24
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """A part of a data set.
+    """A part of a data set."""
 
-    Attributes:
-        count: Number of examples.
-        load: Returns the inputs and targets of all examples; their arrays may be mapped files.
-    """
-
-    count: int
+    count: int  # number of examples
+    # Returns the inputs and targets of all examples; their arrays may be mapped files.
     load: Callable[[], Batch]
 
 
@@ -54,14 +50,10 @@ class Share:
 
     Each process has consecutive examples, in the order of the processes. The numbers of examples
     differ by one at most.
-
-    Attributes:
-        rank: Number of the process, from 0.
-        size: Number of processes.
     """
 
-    rank: int = 0
-    size: int = 1
+    rank: int = 0  # number of the process, from 0
+    size: int = 1  # number of processes
 
     def require(self, examples: int) -> None:
         """Refuse a batch that has fewer examples than there are processes, with an InputError."""

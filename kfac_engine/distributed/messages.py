@@ -25,17 +25,12 @@ _UNPACK = {np.dtype(np.float32): stpttr, np.dtype(np.float64): dtpttr}
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """Shape and type of an array, and the part of it that a buffer contains.
+    """Shape and type of an array, and the part of it that a buffer contains."""
 
-    Attributes:
-        shape: Shape; ``(…, d, d)`` for triangles.
-        dtype: Element type.
-        triangle: ``"lower"`` if only the lower triangles are packed, ``"symmetric"`` if the upper
-            ones then follow by symmetry; None if all entries are packed.
-    """
-
-    shape: tuple[int, ...]
-    dtype: DType
+    shape: tuple[int, ...]  # shape; ``(…, d, d)`` for triangles
+    dtype: DType  # element type
+    # ``"lower"`` if only the lower triangles are packed, ``"symmetric"`` if the upper ones then
+    # follow by symmetry; None if all entries are packed.
     triangle: Literal["symmetric", "lower"] | None = None
 
     @property

@@ -16,15 +16,10 @@ from kfac_engine.errors import InputError
 
 @dataclass(frozen=True, slots=True, order=True)
 class Load:
-    """The load of a work, or of a rank; a load is larger if its cost is, then if its bytes are.
+    """The load of a work, or of a rank; a load is larger if its cost is, then if its bytes are."""
 
-    Attributes:
-        cost: Number of operations, or another measure that adds up.
-        bytes: Bytes that the owner stores or receives.
-    """
-
-    cost: float = 0.0
-    bytes: int = 0
+    cost: float = 0.0  # number of operations, or another measure that adds up
+    bytes: int = 0  # bytes that the owner stores or receives
 
     def __add__(self, other: "Load") -> "Load":
         """Return the sum of two loads."""

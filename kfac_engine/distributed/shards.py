@@ -26,18 +26,13 @@ Number = TypeVar("Number", bound=np.generic)
 class Rows:
     """Consecutive examples of a batch: the shard of one rank.
 
-    Attributes:
-        start: Index of the first example in the batch.
-        count: Number of examples; 0 for an empty shard.
-        whole: Number of examples of the batch.
-
     Raises:
         InputError: The examples are not part of the batch.
     """
 
-    start: int
-    count: int
-    whole: int
+    start: int  # index of the first example in the batch
+    count: int  # number of examples; 0 for an empty shard
+    whole: int  # number of examples of the batch
 
     def __post_init__(self) -> None:
         """Check the numbers."""
@@ -60,17 +55,13 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where the examples lie in random numbers.
+    """Where the examples lie in random numbers."""
 
-    Attributes:
-        axis: Index of the axis that contains the examples, or the examples and their positions; a
-            negative index counts from the last axis.
-        positions_first: Order on that axis. True: all examples at the first position, then all at
-            the next one. False: all positions of the first example, then all of the next one. None:
-            the order is not known.
-    """
-
+    # Index of the axis that contains the examples, or the examples and their positions; a negative
+    # index counts from the last axis.
     axis: int = 0
+    # Order on that axis. True: all examples at the first position, then all at the next one. False:
+    # all positions of the first example, then all of the next one. None: the order is not known.
     positions_first: bool | None = False
 
 

@@ -68,25 +68,18 @@ class TracedParts:
 
     A single part is evaluated once. Several parts are evaluated anew in each pass, so that the
     activations of one part at a time are in memory.
-
-    Attributes:
-        parts: The parts.
-        evaluate: Evaluates a part.
-        axes: The axes of the examples.
-        releases: Whether values of a trace may be released after they were measured.
-        seen: The targets of a single part, after an exchange of sizes; None before.
-        size: Size of the batch of all processes, which ``count`` sets.
-        measured: Number of examples of all parts and processes, which ``count`` sets.
-        rows: For each part, the rows of this process in the batch, which ``count`` sets.
     """
 
     parts: Sequence[Batch]
-    evaluate: Callable[[Mapping[str, Array], Targets], Trace]
-    axes: ExampleAxes
-    releases: bool = True
+    evaluate: Callable[[Mapping[str, Array], Targets], Trace]  # evaluates a part
+    axes: ExampleAxes  # the axes of the examples
+    releases: bool = True  # whether values of a trace may be released after they were measured
+    # The targets of a single part, after an exchange of sizes; None before.
     seen: Observation | None = None
-    size: BatchSize = field(init=False)
+    size: BatchSize = field(init=False)  # size of the batch of all processes, which ``count`` sets
+    # Number of examples of all parts and processes, which ``count`` sets.
     measured: int = field(init=False)
+    # For each part, the rows of this process in the batch, which ``count`` sets.
     rows: Sequence[Rows] = field(init=False)
     _only: Trace | None = None
 

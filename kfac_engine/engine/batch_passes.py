@@ -37,22 +37,16 @@ _EQUAL = 1e-12
 
 
 class BackwardResult(NamedTuple):
-    """Loss and gradients of a batch.
+    """Loss and gradients of a batch."""
 
-    Attributes:
-        loss: The reduced loss.
-        gradients: Gradients of the loss by parameter, in new arrays.
-        outputs: Value to the gradient that statistics of the mode ``empirical`` read; None if
-            statistics need a separate backward pass.
-        buffers: New running statistics, if they are computed.
-        notes: Notes on the axes of the batch.
-    """
-
-    loss: float
-    gradients: dict[str, Array]
+    loss: float  # the reduced loss
+    gradients: dict[str, Array]  # gradients of the loss by parameter, in new arrays
+    # Value to the gradient that statistics of the mode ``empirical`` read; None if statistics need
+    # a separate backward pass.
     outputs: dict[str, Array] | None = None
+    # New running statistics, if they are computed.
     buffers: Mapping[str, Array] = MappingProxyType({})
-    notes: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()  # notes on the axes of the batch
 
     def plus(self, other: "BackwardResult") -> "BackwardResult":
         """Return the sum of the losses and gradients of two parts; the arrays are reused."""

@@ -49,20 +49,14 @@ from kfac_engine.system.memory_limits import return_freed_memory
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """The objective of an engine, with the values it reads and the axes of the examples.
+    """The objective of an engine, with the values it reads and the axes of the examples."""
 
-    Attributes:
-        objective: Losses under a reduction.
-        heads: The losses with the values that they read.
-        batch: The axes of the examples.
-        inputs: The batch of the sample run; None for generated inputs.
-        file_loss: The loss that was taken out of the file; None for no such loss.
-    """
-
-    objective: Objective
-    heads: tuple[LossBinding, ...]
-    batch: Batch
+    objective: Objective  # losses under a reduction
+    heads: tuple[LossBinding, ...]  # the losses with the values that they read
+    batch: Batch  # the axes of the examples
+    # The batch of the sample run; None for generated inputs.
     inputs: Mapping[str, Array] | None = None
+    # The loss that was taken out of the file; None for no such loss.
     file_loss: TakenLoss | None = None
 
     @property
@@ -123,23 +117,15 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Assembly:
-    """The registered layers and losses of a model.
+    """The registered layers and losses of a model."""
 
-    Attributes:
-        model: The model with its sessions.
-        task: The losses, their sum, and the trained parameters.
-        discovery: Layers of the graph, parameters without a layer, and parameter slices.
-        collection: The blocks of the layers, and the losses.
-        options: The options of the engine.
-        checked: Largest number of examples whose memory was checked, by the part of them that
-            statistics measure.
-    """
-
-    model: OnnxModel
-    task: Task
-    discovery: Discovery
-    collection: LayerCollection
-    options: EngineOptions
+    model: OnnxModel  # the model with its sessions
+    task: Task  # the losses, their sum, and the trained parameters
+    discovery: Discovery  # layers of the graph, parameters without a layer, and parameter slices
+    collection: LayerCollection  # the blocks of the layers, and the losses
+    options: EngineOptions  # the options of the engine
+    # Largest number of examples whose memory was checked, by the part of them that statistics
+    # measure.
     checked: dict[float, int] = field(default_factory=dict)
 
     @property

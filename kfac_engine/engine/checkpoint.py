@@ -29,15 +29,10 @@ from kfac_engine.system.state_files import (
 
 @dataclass(frozen=True, slots=True)
 class Extras:
-    """Data that a caller stores with the state of an engine, such as the state of an optimizer.
+    """Data that a caller stores with the state of an engine, such as the state of an optimizer."""
 
-    Attributes:
-        values: Values that JSON can represent.
-        arrays: Arrays by name.
-    """
-
-    values: Mapping[str, Any] = field(default_factory=dict)
-    arrays: Mapping[str, Array] = field(default_factory=dict)
+    values: Mapping[str, Any] = field(default_factory=dict)  # values that JSON can represent
+    arrays: Mapping[str, Array] = field(default_factory=dict)  # arrays by name
 
 
 # Returns the differences between the extras of a file and those that the caller needs, or raises.
@@ -46,45 +41,31 @@ Accept: TypeAlias = Callable[[Extras], Sequence[str]]
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """The state of an engine without its factors.
+    """The state of an engine without its factors."""
 
-    Attributes:
-        counter: Calls of ``observe`` and ``step`` so far.
-        generator: State of the random generator, as NumPy describes it.
-        parameters: Values by parameter name.
-        buffers: Values by running statistic.
-        damping: Damping of the engine; None if it is unknown.
-        planner: State of the planner of the schedule; None if it is unknown.
-        extras: Data of the caller.
-        passes: Forward passes that have drawn random numbers.
-    """
-
-    counter: int
-    generator: Mapping[str, object]
-    parameters: Mapping[str, Array]
-    buffers: Mapping[str, Array] = field(default_factory=dict)
-    damping: float | None = None
+    counter: int  # calls of ``observe`` and ``step`` so far
+    generator: Mapping[str, object]  # state of the random generator, as NumPy describes it
+    parameters: Mapping[str, Array]  # values by parameter name
+    buffers: Mapping[str, Array] = field(default_factory=dict)  # values by running statistic
+    damping: float | None = None  # damping of the engine; None if it is unknown
+    # State of the planner of the schedule; None if it is unknown.
     planner: Mapping[str, object] | None = None
-    extras: Extras = field(default_factory=Extras)
-    passes: int = 0
+    extras: Extras = field(default_factory=Extras)  # data of the caller
+    passes: int = 0  # forward passes that have drawn random numbers
 
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """Requirements of an engine on a saved state, besides its factors.
+    """Requirements of an engine on a saved state, besides its factors."""
 
-    Attributes:
-        generator: Must accept the state's generator; None for no comparison.
-        shapes: Shapes of the averages, by ``id`` of the factor; empty for no comparison.
-        damping: Damping of the engine, which is compared with the damping of the state. A
-            difference yields a warning. None for no comparison.
-        accept: Compares the extras, before anything changes.
-    """
-
+    # Must accept the state's generator; None for no comparison.
     generator: np.random.Generator | None = None
+    # Shapes of the averages, by ``id`` of the factor; empty for no comparison.
     shapes: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    # Damping of the engine, which is compared with the damping of the state. A difference yields a
+    # warning. None for no comparison.
     damping: float | None = None
-    accept: Accept | None = None
+    accept: Accept | None = None  # compares the extras, before anything changes
 
 
 _NOTHING = Expected()

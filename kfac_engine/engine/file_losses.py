@@ -32,15 +32,10 @@ _VARIANCE = 1 / (2 * pi)
 
 @dataclass(frozen=True, slots=True)
 class TakenLoss:
-    """A loss that was taken out of a file.
-
-    Attributes:
-        loss: The loss.
-        prepare: Computes the targets of the loss from the labels.
-    """
+    """A loss that was taken out of a file."""
 
     loss: FileLoss
-    prepare: Callable[[Array], Array]
+    prepare: Callable[[Array], Array]  # computes the targets of the loss from the labels
 
     @property
     def notes(self) -> tuple[str, ...]:

@@ -59,13 +59,9 @@ def packed(block: FisherBlock, arrays: tuple[NDArray[Number], ...]) -> NDArray[N
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WholeGradients:
-    """Gradients as stacks of matrices.
+    """Gradients as stacks of matrices."""
 
-    Attributes:
-        values: ``(m, k, g, d_in, d_out)`` for ``m`` examples and ``k`` cotangents.
-    """
-
-    values: Float
+    values: Float  # ``(m, k, g, d_in, d_out)`` for ``m`` examples and ``k`` cotangents
 
     @property
     def arrays(self) -> tuple[Float, ...]:
@@ -108,15 +104,10 @@ class WholeGradients:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FactoredGradients:
-    """Gradients ``Σ_t a_t ds_tᵀ`` as their rows.
+    """Gradients ``Σ_t a_t ds_tᵀ`` as their rows."""
 
-    Attributes:
-        inputs: ``a``, ``(m, t, d_in)``.
-        outputs: ``ds`` of each cotangent, ``(m, k, t, d_out)``.
-    """
-
-    inputs: Float
-    outputs: Float
+    inputs: Float  # ``a``, ``(m, t, d_in)``
+    outputs: Float  # ``ds`` of each cotangent, ``(m, k, t, d_out)``
 
     @property
     def arrays(self) -> tuple[Float, ...]:
@@ -178,20 +169,14 @@ Cotangents = Sequence[Mapping[str, Array]]
 
 @dataclass(frozen=True, slots=True)
 class LayerReader:
-    """Reads the gradients of a layer.
+    """Reads the gradients of a layer."""
 
-    Attributes:
-        tiles: Yields the gradients of tiles of examples, in the order of the batch. The argument is
-            the number of examples in a tile.
-        numbers: Number of floating-point numbers that an example takes in the form of ``tiles``.
-        entries: Number of floating-point numbers that an example takes as whole matrices.
-        is_zero: Whether the losses do not depend on the layer.
-    """
-
+    # Yields the gradients of tiles of examples, in the order of the batch. The argument is the
+    # number of examples in a tile.
     tiles: Callable[[int], Iterator[Gradients]]
-    numbers: int
-    entries: int
-    is_zero: bool = False
+    numbers: int  # number of floating-point numbers that an example takes in the form of ``tiles``
+    entries: int  # number of floating-point numbers that an example takes as whole matrices
+    is_zero: bool = False  # whether the losses do not depend on the layer
 
     def step(self, scratch_bytes: int, *, whole: bool) -> int:
         """Return the number of examples whose gradients fit into ``scratch_bytes``; at least 1."""
@@ -253,23 +238,14 @@ def _block_of(assembly: Assembly, layer: LayerMatch) -> FisherBlock:
 
 @dataclass(frozen=True, slots=True)
 class _Readings:
-    """Reads the gradients of a layer, in the way that its block chooses.
+    """Reads the gradients of a layer, in the way that its block chooses."""
 
-    Attributes:
-        assembly: The model with its layers.
-        layer: The layer.
-        trace: The batch.
-        examples: Number of examples.
-        dtype: Element type of the gradients.
-        reached: Outputs of layers on which the losses depend.
-    """
-
-    assembly: Assembly
+    assembly: Assembly  # the model with its layers
     layer: LayerMatch
-    trace: Trace
-    examples: int
-    dtype: DType
-    reached: frozenset[str]
+    trace: Trace  # the batch
+    examples: int  # number of examples
+    dtype: DType  # element type of the gradients
+    reached: frozenset[str]  # outputs of layers on which the losses depend
 
     def rows(self, form: LayerForm) -> _Reading:
         """Read rows, if the first axes of the tensors are the examples of one matrix."""

@@ -40,44 +40,33 @@ Sampled: TypeAlias = Callable[[str], Array]
 
 @dataclass(frozen=True, slots=True)
 class LossBinding:
-    """A loss on an output.
+    """A loss on an output."""
 
-    Attributes:
-        loss: The loss, a function of ``logits.value`` or, without logits, of the output.
-        output: The model output, or the first input of a loss object.
-        logits: The value that the loss reads in place of the output.
-        doubt: A sentence on why the output may not be the operand of the loss; empty without
-            evidence.
-        default_targets: The input that has the targets if none are given, and the input that says
-            which of them count; empty without one.
-    """
-
-    loss: LossFunction
-    output: str
-    logits: Logits | None = None
+    loss: LossFunction  # the loss, a function of ``logits.value`` or, without logits, of the output
+    output: str  # the model output, or the first input of a loss object
+    logits: Logits | None = None  # the value that the loss reads in place of the output
+    # A sentence on why the output may not be the operand of the loss; empty without evidence.
     doubt: str = ""
+    # The input that has the targets if none are given, and the input that says which of them count;
+    # empty without one.
     default_targets: tuple[str, str] = ("", "")
 
 
 @dataclass(frozen=True, slots=True)
 class LossOptions:
-    """The options of the losses.
+    """The options of the losses."""
 
-    Attributes:
-        loss: A name of ``LOSSES``, a loss with options such as ``Categorical(…)`` or a loss object,
-            a list with a loss for each output, or a map from outputs to losses.
-        output: Output of each loss that is a name; by default the outputs from which no other
-            output is computed.
-        class_axis: Axis of the classes, for losses given by name; -1 finds it, or is the last axis.
-        batch_axes: Axes of the examples, by input name; found by sample runs when left out.
-        factor: Factor of all losses, next to their weights.
-    """
-
+    # A name of ``LOSSES``, a loss with options such as ``Categorical(…)`` or a loss object, a list
+    # with a loss for each output, or a map from outputs to losses.
     loss: LossChoices
+    # Output of each loss that is a name; by default the outputs from which no other output is
+    # computed.
     output: str | Sequence[str] | None = None
+    # Axis of the classes, for losses given by name; -1 finds it, or is the last axis.
     class_axis: int = -1
+    # Axes of the examples, by input name; found by sample runs when left out.
     batch_axes: Axes | None = None
-    factor: float = 1.0
+    factor: float = 1.0  # factor of all losses, next to their weights
 
     def __post_init__(self) -> None:
         """Check the types of the options."""

@@ -104,23 +104,17 @@ def require_gradient(assembly: Assembly, inputs: Mapping[str, Array], more: int 
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """The memory of a step of one engine, or of gradients alone.
+    """The memory of a step of one engine, or of gradients alone."""
 
-    Attributes:
-        assembly: Model, losses and layers.
-        layers: Reports of all blocks; none for gradients without statistics. A shared factor counts
-            for each block, an upper bound.
-        exps: Powers that are stored.
-        sums: How many measurements of each statistic are in memory before they are averaged: sums
-            over several sources, and over several parts of a batch.
-        statistics: Part of the examples that statistics measure.
-    """
-
-    assembly: Assembly
+    assembly: Assembly  # model, losses and layers
+    # Reports of all blocks; none for gradients without statistics. A shared factor counts for each
+    # block, an upper bound.
     layers: Sequence[LayerReport] = ()
-    exps: Sequence[float] = ()
+    exps: Sequence[float] = ()  # powers that are stored
+    # How many measurements of each statistic are in memory before they are averaged: sums over
+    # several sources, and over several parts of a batch.
     sums: int = 0
-    statistics: float = 0.0
+    statistics: float = 0.0  # part of the examples that statistics measure
 
     def peak(self, examples: int) -> MemoryReport:
         """Return the peak memory of a step on a batch of ``examples``, in bytes for each part.

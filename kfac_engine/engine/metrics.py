@@ -40,22 +40,14 @@ Sum: TypeAlias = tuple[float, float]
 
 @dataclass(frozen=True)
 class Evaluated:
-    """A batch with its predictions.
+    """A batch with its predictions."""
 
-    Attributes:
-        objective: The losses.
-        values: The values that the losses read, with the targets.
-        outputs: The outputs of the model, as ``Engine.predict`` returns them; None if no metric
-            reads them.
-        targets: The targets, as the caller passed them.
-        added: Loss inputs in which the file has summed the losses of the batch.
-    """
-
-    objective: Objective
-    values: Values
+    objective: Objective  # the losses
+    values: Values  # the values that the losses read, with the targets
+    # The outputs of the model, as ``Engine.predict`` returns them; None if no metric reads them.
     outputs: Any
-    targets: Targets
-    added: Collection[str] = ()
+    targets: Targets  # the targets, as the caller passed them
+    added: Collection[str] = ()  # loss inputs in which the file has summed the losses of the batch
 
     @property
     def examples(self) -> int:
@@ -130,20 +122,14 @@ class Evaluated:
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """A metric.
+    """A metric."""
 
-    Attributes:
-        measure: Returns sums over a batch, one or one for each loss function. The ratios of the
-            sums of all batches are added.
-        finish: Converts the result to the metric.
-        reads_outputs: Whether the metric reads the outputs of the model.
-        better: Which values are better, ``"higher"`` or ``"lower"``; None where only the caller
-            knows.
-    """
-
+    # Returns sums over a batch, one or one for each loss function. The ratios of the sums of all
+    # batches are added.
     measure: Callable[[Evaluated], Sequence[Sum]]
-    finish: Callable[[float], float] = float
-    reads_outputs: bool = False
+    finish: Callable[[float], float] = float  # converts the result to the metric
+    reads_outputs: bool = False  # whether the metric reads the outputs of the model
+    # Which values are better, ``"higher"`` or ``"lower"``; None where only the caller knows.
     better: Direction | None = "lower"
 
 

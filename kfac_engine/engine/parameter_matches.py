@@ -20,19 +20,13 @@ _MOST_NAMES = 6
 
 @dataclass(frozen=True, slots=True)
 class ParameterLayout:
-    """The array of a framework that is one parameter of a file, and its layout there.
+    """The array of a framework that is one parameter of a file, and its layout there."""
 
-    Attributes:
-        names: Names of the array in the framework; several names are one array in memory.
-        axes: Order of its axes in the file, before the array is reshaped.
-        shape: Shape in the framework.
-        file_shape: Shape in the file.
-    """
-
+    # Names of the array in the framework; several names are one array in memory.
     names: tuple[str, ...]
-    axes: tuple[int, ...]
-    shape: tuple[int, ...]
-    file_shape: tuple[int, ...]
+    axes: tuple[int, ...]  # order of its axes in the file, before the array is reshaped
+    shape: tuple[int, ...]  # shape in the framework
+    file_shape: tuple[int, ...]  # shape in the file
 
     def to_file(self, array: Array) -> Array:
         """Return an array of the framework's shape in the layout of the file."""

@@ -67,36 +67,24 @@ class LayerReport:
 
 @dataclass(frozen=True, slots=True)
 class LossReport:
-    """A loss, the value that it reads, and the axis of the examples.
+    """A loss, the value that it reads, and the axis of the examples."""
 
-    Attributes:
-        loss: Class of the predictive distribution.
-        output: The output on which the loss is put.
-        reads: The value that the loss reads.
-        how: Why the loss reads another value than the output; empty if it reads the output.
-        batch_axis: Axis of the examples in the output.
-        input_axes: Axes of the examples, by input name; inputs without such an axis are absent.
-        positions: Positions of each example that are folded into this axis; 1 for none.
-        fixed_batch: Why the model runs with one batch size only; empty where any will do.
-        joint_batch: Why some examples of a batch are no batch; empty where they are.
-        coupling: The node that makes results of one example depend on the others; empty if none
-            was found. Curvature takes examples for independent.
-        doubts: Sentences about assumptions on the output and on the batch that may be wrong.
-        examples: Examples in the batch of the sample run; 1 for generated inputs.
-    """
-
-    loss: str
-    output: str
-    reads: str
-    how: str
-    batch_axis: int
+    loss: str  # class of the predictive distribution
+    output: str  # the output on which the loss is put
+    reads: str  # the value that the loss reads
+    how: str  # why the loss reads another value than the output; empty if it reads the output
+    batch_axis: int  # axis of the examples in the output
+    # Axes of the examples, by input name; inputs without such an axis are absent.
     input_axes: Mapping[str, int]
-    positions: int
-    fixed_batch: str
-    joint_batch: str
+    positions: int  # positions of each example that are folded into this axis; 1 for none
+    fixed_batch: str  # why the model runs with one batch size only; empty where any will do
+    joint_batch: str  # why some examples of a batch are no batch; empty where they are
+    # The node that makes results of one example depend on the others; empty if none was found.
+    # Curvature takes examples for independent.
     coupling: str
+    # Sentences about assumptions on the output and on the batch that may be wrong.
     doubts: tuple[str, ...]
-    examples: int
+    examples: int  # examples in the batch of the sample run; 1 for generated inputs
 
 
 def layer_reports(

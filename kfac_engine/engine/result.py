@@ -18,18 +18,12 @@ _PART = 1 << 20  # numbers
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """Time and memory of one part of a step.
+    """Time and memory of one part of a step."""
 
-    Attributes:
-        name: ``"forward"``, ``"backward"``, ``"statistics"``, ``"inverses"`` or
-            ``"precondition"``.
-        seconds: Wall time.
-        nbytes: Largest increase of the resident memory, in bytes; 0 if the system does not report
-            it.
-    """
-
+    # ``"forward"``, ``"backward"``, ``"statistics"``, ``"inverses"`` or ``"precondition"``.
     name: str
-    seconds: float
+    seconds: float  # wall time
+    # Largest increase of the resident memory, in bytes; 0 if the system does not report it.
     nbytes: int
 
 

@@ -206,18 +206,13 @@ def derivative_model(
 
 @dataclass(frozen=True, slots=True)
 class _Quantity:
-    """An output for each differentiated value.
+    """An output for each differentiated value."""
 
-    Attributes:
-        label: Name of the output, with ``{}`` for that of the value.
-        entries: Its entries: the direction of a first derivative, or the pairs of directions whose
-            second derivatives are summed. Directions are features by number, and then the input.
-        axes: How often the axes of the features follow those of the value.
-    """
-
-    label: str
+    label: str  # name of the output, with ``{}`` for that of the value
+    # Its entries: the direction of a first derivative, or the pairs of directions whose second
+    # derivatives are summed. Directions are features by number, and then the input.
     entries: tuple[int | Pairs, ...]
-    axes: int = 0
+    axes: int = 0  # how often the axes of the features follow those of the value
 
     @property
     def directions(self) -> frozenset[int]:

@@ -253,19 +253,12 @@ class _Network:
 
 @dataclass(frozen=True, slots=True)
 class _Residual:
-    """The nodes of a residual.
+    """The nodes of a residual."""
 
-    Attributes:
-        nodes: The nodes that compute it from values and derivatives.
-        constants: Constants of these nodes.
-        output: The output of the file.
-        bent: Nodes of the network whose second derivative is zero almost everywhere.
-    """
-
-    nodes: tuple[Node, ...]
-    constants: Mapping[str, Array]
-    output: Output
-    bent: tuple[Node, ...]
+    nodes: tuple[Node, ...]  # the nodes that compute it from values and derivatives
+    constants: Mapping[str, Array]  # constants of these nodes
+    output: Output  # the output of the file
+    bent: tuple[Node, ...]  # nodes of the network whose second derivative is zero almost everywhere
 
     @classmethod
     def of(cls, network: _Network, residual: Residual) -> "_Residual":

@@ -32,27 +32,17 @@ _NO_CLASS = np.iinfo(np.int64).max
 
 @dataclass(frozen=True, slots=True)
 class Term:
-    """One summand of the objective.
+    """One summand of the objective."""
 
-    Attributes:
-        loss: The loss object; its class has a row in ``LOSS_GRAPHS``.
-        value: Name of the value that the loss reads.
-        targets: Name of the input for the targets.
-        axis: Axis of the classes or features, not negative.
-        batch_axis: Axis of the examples in the value.
-        weight: Factor of the loss in the objective.
-        declared: Shape that the file declares for the value, one entry for each axis.
-        target_inputs: What the targets are, and which of them have weights.
-    """
-
-    loss: LossFunction
-    value: str
-    targets: str
-    axis: int
-    batch_axis: ExampleAxis
-    weight: float
+    loss: LossFunction  # the loss object; its class has a row in ``LOSS_GRAPHS``
+    value: str  # name of the value that the loss reads
+    targets: str  # name of the input for the targets
+    axis: int  # axis of the classes or features, not negative
+    batch_axis: ExampleAxis  # axis of the examples in the value
+    weight: float  # factor of the loss in the objective
+    # Shape that the file declares for the value, one entry for each axis.
     declared: tuple[int | str | None, ...]
-    target_inputs: TargetInputs
+    target_inputs: TargetInputs  # what the targets are, and which of them have weights
 
 
 def with_losses(

@@ -26,19 +26,16 @@ FORMS: tuple[Form, ...] = get_args(Form)
 class TargetInputs:
     """What the targets of a file are, and which of them have weights.
 
-    Attributes:
-        probabilities: Whether the targets of a softmax loss are probabilities in the shape of the
-            logits; otherwise they are class numbers.
-        weights: What has a number in the input ``weights``: an entry of ``FORMS``; None without
-            such an input.
-        mask: What has a Boolean in the input ``mask``, which says whether it counts.
-
     Raises:
         InputError: A value is unknown, or both weights and a mask are asked for.
     """
 
+    # Whether the targets of a softmax loss are probabilities in the shape of the logits; otherwise
+    # they are class numbers.
     probabilities: bool = False
+    # What has a number in the input ``weights``: an entry of ``FORMS``; None without such an input.
     weights: Form | None = None
+    # What has a Boolean in the input ``mask``, which says whether it counts.
     mask: Form | None = None
 
     def __post_init__(self) -> None:

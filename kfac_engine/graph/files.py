@@ -32,17 +32,12 @@ _ALIGNMENT = 64
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
-    """What the files of a model contain.
+    """What the files of a model contain."""
 
-    Attributes:
-        message: Contents of the model file.
-        location: Name of the second file, in the same folder.
-        tensors: Contents of the second file, in order, each at the next aligned offset; empty if
-            the message contains all weights.
-    """
-
-    message: bytes
-    location: str
+    message: bytes  # contents of the model file
+    location: str  # name of the second file, in the same folder
+    # Contents of the second file, in order, each at the next aligned offset; empty if the message
+    # contains all weights.
     tensors: tuple[Array, ...]
 
     def data(self) -> Iterator[memoryview]:

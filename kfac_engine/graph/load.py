@@ -146,22 +146,17 @@ ModelSource: TypeAlias = str | os.PathLike[str] | bytes | onnx.ModelProto
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A canonical graph with the message that it was read from.
+    """A canonical graph with the message that it was read from."""
 
-    Attributes:
-        graph: The canonical graph.
-        template: The message as read, without the data of its initializers; the data are in
-            ``graph.constants``.
-        stored: Element types in the file, for constants, inputs and outputs that are float16 or
-            bfloat16 in the file and float32 in the graph.
-        notes: Notes on nodes that cannot be put into training form.
-        files: The file of the model and its external data; empty for a model from memory.
-    """
-
-    graph: Graph
+    graph: Graph  # the canonical graph
+    # The message as read, without the data of its initializers; the data are in
+    # ``graph.constants``.
     template: onnx.ModelProto
+    # Element types in the file, for constants, inputs and outputs that are float16 or bfloat16 in
+    # the file and float32 in the graph.
     stored: Mapping[str, DType] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()  # notes on nodes that cannot be put into training form
+    # The file of the model and its external data; empty for a model from memory.
     files: tuple[Path, ...] = ()
 
     @property

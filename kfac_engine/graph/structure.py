@@ -15,15 +15,10 @@ from kfac_engine.graph.analysis.computed_tables import Tables
 
 @dataclass(frozen=True, slots=True)
 class Subgraph:
-    """Body of an If, Loop or Scan, stored as the bytes of an ONNX ``GraphProto``.
+    """Body of an If, Loop or Scan, stored as the bytes of an ONNX ``GraphProto``."""
 
-    Attributes:
-        proto: The serialized body.
-        captures: Names of outer values that the body reads.
-    """
-
-    proto: bytes
-    captures: tuple[str, ...]
+    proto: bytes  # the serialized body
+    captures: tuple[str, ...]  # names of outer values that the body reads
 
 
 AttributeValue: TypeAlias = (
@@ -33,23 +28,15 @@ AttributeValue: TypeAlias = (
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """One application of an operator.
+    """One application of an operator."""
 
-    Attributes:
-        op: Operator name, as in ONNX (``"Conv"``).
-        inputs: Names of the operands; ``""`` for an omitted optional operand.
-        outputs: Names of the results; ``""`` for an omitted result.
-        attributes: Attributes that are set, by name.
-        name: Name, unique in the graph.
-        domain: Operator domain; ``""`` is the standard one.
-    """
-
-    op: str
-    inputs: tuple[str, ...]
-    outputs: tuple[str, ...]
+    op: str  # operator name, as in ONNX (``"Conv"``)
+    inputs: tuple[str, ...]  # names of the operands; ``""`` for an omitted optional operand
+    outputs: tuple[str, ...]  # names of the results; ``""`` for an omitted result
+    # Attributes that are set, by name.
     attributes: Mapping[str, AttributeValue] = field(default_factory=dict)
-    name: str = ""
-    domain: str = ""
+    name: str = ""  # name, unique in the graph
+    domain: str = ""  # operator domain; ``""`` is the standard one
 
     @property
     def captures(self) -> tuple[str, ...]:
@@ -66,19 +53,14 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Input:
-    """A data input of the model.
+    """A data input of the model."""
 
-    Attributes:
-        name: Name in the file.
-        dtype: Element type.
-        shape: One entry for each axis: a size, a symbol such as ``"batch"``, or None if unknown.
-            None in place of the tuple if the rank is unknown.
-        stored: Element type in the file if it is narrower; arrays of this type are accepted too.
-    """
-
-    name: str
-    dtype: DType
+    name: str  # name in the file
+    dtype: DType  # element type
+    # One entry for each axis: a size, a symbol such as ``"batch"``, or None if unknown. None in
+    # place of the tuple if the rank is unknown.
     shape: tuple[int | str | None, ...] | None
+    # Element type in the file if it is narrower; arrays of this type are accepted too.
     stored: DType | None = None
 
     @property
@@ -97,37 +79,30 @@ class Fact:
 
 @dataclass(frozen=True)
 class Graph:
-    """A model in canonical form.
+    """A model in canonical form."""
 
-    Attributes:
-        nodes: Nodes, in topological order.
-        inputs: Data inputs. Constants that a file lists among its inputs are not included.
-        outputs: Names of the outputs, in the file's order.
-        constants: Initializers and lifted ``Constant`` nodes by name: weights, tables, axes,
-            shapes. Arrays are read-only.
-        opset: Version of the standard operator set, 18 or newer.
-        name: Name of the model, for messages.
-        domains: Versions of the other operator domains in use.
-        filled: Names of constants that the file stores as a shape and one number.
-        inner: Names of constants that the file stores in the bodies of nodes.
-        declared: Reasons why constants are no parameters, by name, where the file states them;
-            empty for constants that it states to be parameters.
-        fixed: Values of integer inputs in the sample; the graph is specialized to them.
-        residuals: Outputs that are residuals of equations, by the metadata of the file: their
-            targets are zero if there are none.
-    """
-
-    nodes: tuple[Node, ...]
+    nodes: tuple[Node, ...]  # nodes, in topological order
+    # Data inputs. Constants that a file lists among its inputs are not included.
     inputs: tuple[Input, ...]
-    outputs: tuple[str, ...]
+    outputs: tuple[str, ...]  # names of the outputs, in the file's order
+    # Initializers and lifted ``Constant`` nodes by name: weights, tables, axes, shapes. Arrays are
+    # read-only.
     constants: Mapping[str, Array]
-    opset: int
-    name: str = "model"
+    opset: int  # version of the standard operator set, 18 or newer
+    name: str = "model"  # name of the model, for messages
+    # Versions of the other operator domains in use.
     domains: Mapping[str, int] = field(default_factory=dict)
+    # Names of constants that the file stores as a shape and one number.
     filled: frozenset[str] = frozenset()
+    # Names of constants that the file stores in the bodies of nodes.
     inner: frozenset[str] = frozenset()
+    # Reasons why constants are no parameters, by name, where the file states them; empty for
+    # constants that it states to be parameters.
     declared: Mapping[str, str] = field(default_factory=dict)
+    # Values of integer inputs in the sample; the graph is specialized to them.
     fixed: Mapping[str, Array] = field(default_factory=dict)
+    # Outputs that are residuals of equations, by the metadata of the file: their targets are zero
+    # if there are none.
     residuals: frozenset[str] = frozenset()
 
     @cached_property

@@ -171,21 +171,15 @@ MOST_COPIED_BYTES = 1 << 27
 
 @dataclass(frozen=True, slots=True)
 class CompactModel:
-    """A serialized model and its large constants.
+    """A serialized model and its large constants."""
 
-    Attributes:
-        proto: The serialized message.
-        copied: Constants that the message declares as external data; contiguous arrays.
-        fed: Constants that the message declares as inputs, by name.
-        nodes: Number of nodes.
-        reads_text: Whether an input is an array of text.
-    """
-
-    proto: bytes
+    proto: bytes  # the serialized message
+    # Constants that the message declares as external data; contiguous arrays.
     copied: Mapping[str, Array] = field(default_factory=dict)
+    # Constants that the message declares as inputs, by name.
     fed: Mapping[str, Array] = field(default_factory=dict)
-    nodes: int = 0
-    reads_text: bool = False
+    nodes: int = 0  # number of nodes
+    reads_text: bool = False  # whether an input is an array of text
 
 
 def compact_model(  # noqa: PLR0913 (those of build_model, and ``once``)

@@ -31,57 +31,37 @@ _LOGARITHMIC_FROM = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """One line of a chart.
+    """One line of a chart."""
 
-    Attributes:
-        name: Name in the legend.
-        style: ``"line"``, ``"faint"`` (a noisy line behind others), ``"marks"``, ``"stems"``,
-            ``"ticks"`` (short vertical lines) or ``"areas"`` (on top of each other; a value lasts
-            from the position before to its own).
-        step: Steps or other positions, ascending.
-        seconds: Seconds of these steps; None where they are unknown.
-        value: Values; None where they are undefined.
-    """
-
-    name: str
+    name: str  # name in the legend
+    # ``"line"``, ``"faint"`` (a noisy line behind others), ``"marks"``, ``"stems"``, ``"ticks"``
+    # (short vertical lines) or ``"areas"`` (on top of each other; a value lasts from the position
+    # before to its own).
     style: Style
-    step: Sequence[float]
-    seconds: Sequence[float | None]
-    value: Sequence[float | None]
+    step: Sequence[float]  # steps or other positions, ascending
+    seconds: Sequence[float | None]  # seconds of these steps; None where they are unknown
+    value: Sequence[float | None]  # values; None where they are undefined
 
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """Lines against steps or seconds.
-
-    Attributes:
-        title: Title.
-        note: A sentence on how to read the chart.
-        unit: Unit of the values.
-        logarithmic: Whether the axis of the values is logarithmic.
-        series: The lines.
-        references: Horizontal lines: values with their names.
-    """
+    """Lines against steps or seconds."""
 
     title: str
-    note: str
-    unit: str
-    logarithmic: bool
-    series: list[Series]
+    note: str  # a sentence on how to read the chart
+    unit: str  # unit of the values
+    logarithmic: bool  # whether the axis of the values is logarithmic
+    series: list[Series]  # the lines
+    # Horizontal lines: values with their names.
     references: list[tuple[float, str]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
 class Stages:
-    """The time of a run by stage.
+    """The time of a run by stage."""
 
-    Attributes:
-        totals: Seconds of each stage, by name.
-        chart: Mean milliseconds of a step, over ranges of steps.
-    """
-
-    totals: dict[str, float]
-    chart: Chart
+    totals: dict[str, float]  # seconds of each stage, by name
+    chart: Chart  # mean milliseconds of a step, over ranges of steps
 
 
 def charts(log: RunLog) -> list[Chart]:

@@ -28,20 +28,17 @@ REFRESHED = "refreshed"
 
 @dataclass(slots=True)
 class RunLog:
-    """The records of a run, with the description of the run and its last spectra.
+    """The records of a run, with the description of the run and its last spectra."""
 
-    Attributes:
-        run: Settings, versions and layers; empty if the log has no description.
-        spectra: An entry for each factor; empty if the log has none.
-        columns: Values of each number, ``(steps,)``, by name; NaN where a record lacks the number.
-        refreshed: Names of the factors that each step refreshed.
-        notes: Sentences about parts of the log that are missing.
-    """
-
+    # Settings, versions and layers; empty if the log has no description.
     run: Json = field(default_factory=dict)
+    # An entry for each factor; empty if the log has none.
     spectra: list[Json] = field(default_factory=list)
+    # Values of each number, ``(steps,)``, by name; NaN where a record lacks the number.
     columns: dict[str, Array] = field(default_factory=dict)
+    # Names of the factors that each step refreshed.
     refreshed: list[list[str]] = field(default_factory=list)
+    # Sentences about parts of the log that are missing.
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -173,37 +170,21 @@ class LayerEntry:
 
 @dataclass(frozen=True, slots=True)
 class SpectrumEntry:
-    """The spectrum of a factor.
+    """The spectrum of a factor."""
 
-    Attributes:
-        layer: Parameters of the layer.
-        factor: Symbol of the factor.
-        shape: Shape of its average.
-        count: Number of eigenvalues; None if they were not computed.
-        ranks: Ranks of the listed eigenvalues, from 1 for the largest.
-        eigenvalues: Eigenvalues at these ranks, descending.
-        smallest: Smallest eigenvalue.
-        largest: Largest eigenvalue.
-        resolution: Rounding error of an eigenvalue, relative to the largest.
-        damping: Damping of the factor, the smallest of all groups.
-        below_damping: Number of eigenvalues below the damping.
-        condition: Condition number; None if the factor is singular.
-        damped_condition: Condition number with the damping.
-    """
-
-    layer: str
-    factor: str
-    shape: str
-    count: int | None
-    ranks: list[int]
-    eigenvalues: list[float]
-    smallest: float | None
-    largest: float | None
-    resolution: float
-    damping: float | None
-    below_damping: int | None
-    condition: float | None
-    damped_condition: float | None
+    layer: str  # parameters of the layer
+    factor: str  # symbol of the factor
+    shape: str  # shape of its average
+    count: int | None  # number of eigenvalues; None if they were not computed
+    ranks: list[int]  # ranks of the listed eigenvalues, from 1 for the largest
+    eigenvalues: list[float]  # eigenvalues at these ranks, descending
+    smallest: float | None  # smallest eigenvalue
+    largest: float | None  # largest eigenvalue
+    resolution: float  # rounding error of an eigenvalue, relative to the largest
+    damping: float | None  # damping of the factor, the smallest of all groups
+    below_damping: int | None  # number of eigenvalues below the damping
+    condition: float | None  # condition number; None if the factor is singular
+    damped_condition: float | None  # condition number with the damping
 
 
 def layer_entries(run: Json) -> tuple[list[LayerEntry], int]:
@@ -319,17 +300,13 @@ _MOST_AXES, _LARGEST_SIZE = 8, 1 << 31
 
 @dataclass(slots=True)
 class FactorRefreshes:
-    """The refreshes of one factor.
+    """The refreshes of one factor."""
 
-    Attributes:
-        name: Name of the factor.
-        records: Indices of the records of its refreshes, ascending.
-        seconds: Seconds of these refreshes. The factors of a step are refreshed together, so that
-            their time is divided in proportion to the cubes of their sizes.
-    """
-
-    name: str
+    name: str  # name of the factor
+    # Indices of the records of its refreshes, ascending.
     records: list[int] = field(default_factory=list)
+    # Seconds of these refreshes. The factors of a step are refreshed together, so that their time
+    # is divided in proportion to the cubes of their sizes.
     seconds: float = 0.0
 
 

@@ -88,15 +88,12 @@ _TIED = ["embedding", "fully_connected"]
 
 @dataclass(frozen=True, slots=True)
 class Discovery:
-    """The layers of a graph, and the slices of parameters that they use.
+    """The layers of a graph, and the slices of parameters that they use."""
 
-    Attributes:
-        layers: Layers in the order of their first use, then generic parameters. Their parameters
-            are names of slices.
-        parts: Slices by parameter name; each slice belongs to exactly one layer.
-    """
-
+    # Layers in the order of their first use, then generic parameters. Their parameters are names of
+    # slices.
     layers: tuple[LayerMatch, ...]
+    # Slices by parameter name; each slice belongs to exactly one layer.
     parts: Mapping[str, tuple[ParameterSlice, ...]]
 
 

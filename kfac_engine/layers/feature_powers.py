@@ -28,14 +28,10 @@ class LayerInput:
     """The input of a layer, whose rows have features.
 
     The channels of images are features. An image is one row, with the mean square of its pixels.
-
-    Attributes:
-        names: Names of the tensors, over uses.
-        view: Reads a tensor as rows.
     """
 
-    names: tuple[str, ...]
-    view: View
+    names: tuple[str, ...]  # names of the tensors, over uses
+    view: View  # reads a tensor as rows
 
     @property
     def is_readable(self) -> bool:

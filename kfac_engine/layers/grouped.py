@@ -30,14 +30,13 @@ class GroupedPacking(Packing):
     Attributes:
         weight_format: As in ``Packing``; the input axis has the channels of one group.
         has_bias: Whether a bias is the last row of each matrix.
-        groups: Number of groups.
-        multiplier_last: Whether the filter is ``(*kernel, groups, d_out)``, the layout of a
-            depthwise filter, instead of ``(*kernel, d_in / taps, groups·d_out)``.
     """
 
     one_matrix: ClassVar[bool] = False
 
-    groups: int = 1
+    groups: int = 1  # number of groups
+    # Whether the filter is ``(*kernel, groups, d_out)``, the layout of a depthwise filter, instead
+    # of ``(*kernel, d_in / taps, groups·d_out)``.
     multiplier_last: bool = False
 
     def pack(self, vector: Vector, where: object, xp: ModuleType) -> Array:
@@ -59,19 +58,12 @@ class GroupedPacking(Packing):
 
 @dataclass(frozen=True, slots=True)
 class GroupedForm(LayerForm):
-    """The layout of a grouped convolution: views of all groups, and a packing by group.
+    """The layout of a grouped convolution: views of all groups, and a packing by group."""
 
-    Attributes:
-        groups: Number of groups.
-        d_in: Number of features of a row of a group, without the homogeneous coordinate.
-        d_out: Number of outputs of a group.
-        taps: Number of taps of the kernel.
-    """
-
-    groups: int = 1
-    d_in: int = 1
-    d_out: int = 1
-    taps: int = 1
+    groups: int = 1  # number of groups
+    d_in: int = 1  # number of features of a row of a group, without the homogeneous coordinate
+    d_out: int = 1  # number of outputs of a group
+    taps: int = 1  # number of taps of the kernel
 
     @property
     def shape(self) -> tuple[int, int, int]:

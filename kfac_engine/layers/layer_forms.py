@@ -27,17 +27,12 @@ from kfac_engine.layers.views import (
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How large a random subset of the examples and patches is; by default all of them.
+    """How large a random subset of the examples and patches is; by default all of them."""
 
-    Attributes:
-        input_fraction: Fraction of the examples whose patches are read; None for all.
-        max_patches: Largest number of patches; None for all.
-        max_patches_per_feature: Largest number of patches for each feature of a patch.
-    """
-
+    # Fraction of the examples whose patches are read; None for all.
     input_fraction: float | None = None
-    max_patches: int | None = None
-    max_patches_per_feature: float = 1.0
+    max_patches: int | None = None  # largest number of patches; None for all
+    max_patches_per_feature: float = 1.0  # largest number of patches for each feature of a patch
 
     @property
     def active(self) -> bool:
@@ -87,21 +82,14 @@ _SPATIAL = {1: "W", 2: "HW", 3: "DHW"}
 
 @dataclass(frozen=True, slots=True)
 class LayerForm:
-    """The layout of a layer.
+    """The layout of a layer."""
 
-    Attributes:
-        input_view: View of the input, as rows of ``d_in`` features.
-        output_view: View of the gradient of the pre-activation, as rows of ``d_out`` features.
-        packing: Map from weight and bias to a matrix ``(d_in (+ 1), d_out)``.
-        num_uses: Number of uses. For more than one, a tensor has all uses along its first axis.
-        sampling: Subset of a batch that the input statistic reads.
-    """
-
-    input_view: View
-    output_view: View
-    packing: Packing
+    input_view: View  # view of the input, as rows of ``d_in`` features
+    output_view: View  # view of the gradient of the pre-activation, as rows of ``d_out`` features
+    packing: Packing  # map from weight and bias to a matrix ``(d_in (+ 1), d_out)``
+    # Number of uses. For more than one, a tensor has all uses along its first axis.
     num_uses: int = 1
-    sampling: Sampling = EVERYTHING
+    sampling: Sampling = EVERYTHING  # subset of a batch that the input statistic reads
 
     @property
     def num_parameters(self) -> int:
@@ -272,17 +260,11 @@ def _spatial_entries(name: str, entries: Sequence[int] | None, data_format: str)
 
 @dataclass(frozen=True, slots=True)
 class BroadcastShape:
-    """The axes along which a parameter of a given shape is broadcast.
+    """The axes along which a parameter of a given shape is broadcast."""
 
-    Attributes:
-        shape: Shape of the parameter.
-        feature_axis: Axis of the data with which the last axis of the parameter is aligned.
-        batch_axis: Axis of the examples in the data.
-    """
-
-    shape: tuple[int, ...]
-    feature_axis: int = -1
-    batch_axis: int = 0
+    shape: tuple[int, ...]  # shape of the parameter
+    feature_axis: int = -1  # axis of the data with which the last axis of the parameter is aligned
+    batch_axis: int = 0  # axis of the examples in the data
 
     def summed(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         rank = len(shape)
@@ -311,17 +293,12 @@ class BroadcastShape:
 
 @dataclass(frozen=True, slots=True)
 class ScaleShiftForm:
-    """The broadcast of a scale, a shift or both against the data.
-
-    Attributes:
-        scale: Axes that are summed for the scale; None without a scale.
-        shift: Axes that are summed for the shift; None without a shift.
-    """
+    """The broadcast of a scale, a shift or both against the data."""
 
     num_uses: ClassVar[int] = 1  # a block sums gradients over uses, however many
 
-    scale: BroadcastShape | None
-    shift: BroadcastShape | None
+    scale: BroadcastShape | None  # axes that are summed for the scale; None without a scale
+    shift: BroadcastShape | None  # axes that are summed for the shift; None without a shift
 
     @property
     def num_parameters(self) -> int:

@@ -17,72 +17,51 @@ Tensors: TypeAlias = str | tuple[str, ...]
 
 @dataclass(frozen=True, slots=True)
 class NewValue:
-    """A value that a layer reads and the graph does not compute.
+    """A value that a layer reads and the graph does not compute."""
 
-    Attributes:
-        node: Node whose first result is the value; it reads values of the graph.
-        constants: Further operands of the node, by name.
-        like: Element type and shape of the value, or the name of a value that has them.
-    """
-
-    node: Node
-    constants: Mapping[str, Array]
-    like: str | Fact
+    node: Node  # node whose first result is the value; it reads values of the graph
+    constants: Mapping[str, Array]  # further operands of the node, by name
+    like: str | Fact  # element type and shape of the value, or the name of a value that has them
 
 
 @dataclass(frozen=True, slots=True)
 class LayerMatch:
-    """A layer, or a parameter without one.
+    """A layer, or a parameter without one."""
 
-    Attributes:
-        kind: Layer kind in ``curvature/approximations``; ``"generic"`` for a parameter without a
-            layer.
-        parameters: Names of the weight and of the bias, if any; one name if generic.
-        inputs: Name of the layer's input, or one for each use; empty if generic.
-        outputs: Name of the pre-activation, or one for each use; empty if generic.
-        form: Layout of the tensors and parameters; None if generic. Whether it has a bias follows
-            from ``parameters``.
-        reason: The reason why a parameter has no layer; empty for layers.
-        computed: Inputs that the graph does not compute, at most one for each use.
-        output_parts: Parts of the outputs that the graph reads apart: see ``output_parts``.
-    """
-
+    # Layer kind in ``curvature/approximations``; ``"generic"`` for a parameter without a layer.
     kind: str
-    parameters: tuple[str, ...]
-    inputs: Tensors = ""
-    outputs: Tensors = ""
+    parameters: tuple[str, ...]  # names of the weight and of the bias, if any; one name if generic
+    inputs: Tensors = ""  # name of the layer's input, or one for each use; empty if generic
+    outputs: Tensors = ""  # name of the pre-activation, or one for each use; empty if generic
+    # Layout of the tensors and parameters; None if generic. Whether it has a bias follows from
+    # ``parameters``.
     form: LayerForm | ScaleShiftForm | None = None
-    reason: str = ""
+    reason: str = ""  # the reason why a parameter has no layer; empty for layers
+    # Inputs that the graph does not compute, at most one for each use.
     computed: tuple[NewValue, ...] = ()
+    # Parts of the outputs that the graph reads apart: see ``output_parts``.
     output_parts: tuple[Array, ...] = field(default=(), compare=False)
 
 
 @dataclass(frozen=True)
 class MatchContext:
-    """A graph with the facts that matchers read.
+    """A graph with the facts that matchers read."""
 
-    Attributes:
-        graph: The canonical graph.
-        trainable: Names of values that have entries of parameters and are operands of computations.
-        shapes: Shape of every value in the sample run.
-        batch: Number of examples in the sample run.
-        views: The parameter entries that a value consists of, by value name.
-        dtypes: Element types of values.
-        axes: Axes of the examples, by value name; values whose examples share an axis with
-            positions are absent.
-        shared: Names in ``trainable`` whose entries are read in another layout, too.
-        by_shape: Whether values that depend on the shape of the data alone, such as the initial
-            state of a recurrence, count as data.
-    """
-
-    graph: Graph
+    graph: Graph  # the canonical graph
+    # Names of values that have entries of parameters and are operands of computations.
     trainable: frozenset[str]
-    shapes: Mapping[str, tuple[int, ...]]
-    batch: int
+    shapes: Mapping[str, tuple[int, ...]]  # shape of every value in the sample run
+    batch: int  # number of examples in the sample run
+    # The parameter entries that a value consists of, by value name.
     views: Mapping[str, ParameterView]
-    dtypes: Mapping[str, DType]
+    dtypes: Mapping[str, DType]  # element types of values
+    # Axes of the examples, by value name; values whose examples share an axis with positions are
+    # absent.
     axes: Mapping[str, int]
+    # Names in ``trainable`` whose entries are read in another layout, too.
     shared: frozenset[str] = frozenset()
+    # Whether values that depend on the shape of the data alone, such as the initial state of a
+    # recurrence, count as data.
     by_shape: bool = False
 
     @cached_property

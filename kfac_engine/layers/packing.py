@@ -33,22 +33,15 @@ _TRANSPOSED_AXES: dict[str, tuple[int, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """How the axes of a weight format become rows and columns.
+    """How the axes of a weight format become rows and columns."""
 
-    Attributes:
-        axes: The permutation of the axes to ``(*rows, *columns)``.
-        row_axes: Number of axes that are rows.
-        outputs_first: Whether the outputs are the first axis.
-        read: The permutation in which ``Packing.parts`` reads a weight, without a copy if possible:
-            ``axes``, or ``(*columns, *rows)`` if outputs are first.
-        back: The inverse of ``read``.
-    """
-
-    axes: tuple[int, ...]
-    row_axes: int
-    outputs_first: bool
+    axes: tuple[int, ...]  # the permutation of the axes to ``(*rows, *columns)``
+    row_axes: int  # number of axes that are rows
+    outputs_first: bool  # whether the outputs are the first axis
+    # The permutation in which ``Packing.parts`` reads a weight, without a copy if possible:
+    # ``axes``, or ``(*columns, *rows)`` if outputs are first.
     read: tuple[int, ...]
-    back: tuple[int, ...]
+    back: tuple[int, ...]  # the inverse of ``read``
 
 
 def _layout(axes: tuple[int, ...], row_axes: int) -> _Layout:
@@ -68,19 +61,14 @@ _LAYOUTS = {name: _layout(axes, len(axes) - 1) for name, axes in _AXES.items()} 
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """The map from a weight and a bias to the packed matrix ``V``, ``(d_in (+ 1), d_out)``.
+    """The map from a weight and a bias to the packed matrix ``V``, ``(d_in (+ 1), d_out)``."""
 
-    Attributes:
-        weight_format: Axes of the weight: ``"IO"``, ``"OI"``, ``"HWIO"``, ``"OIHW"``, …;
-            ``"HWOI"``, ``"IOHW"``, … for a transposed convolution.
-        has_bias: Whether a bias is the last row.
-        one_matrix: Whether packed vectors are one matrix, or a stack.
-    """
+    one_matrix: ClassVar[bool] = True  # whether packed vectors are one matrix, or a stack
 
-    one_matrix: ClassVar[bool] = True
-
+    # Axes of the weight: ``"IO"``, ``"OI"``, ``"HWIO"``, ``"OIHW"``, …; ``"HWOI"``, ``"IOHW"``, …
+    # for a transposed convolution.
     weight_format: str
-    has_bias: bool
+    has_bias: bool  # whether a bias is the last row
 
     def __post_init__(self) -> None:
         """Check that the format is known."""

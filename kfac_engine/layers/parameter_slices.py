@@ -33,17 +33,11 @@ _Move: TypeAlias = Callable[
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ParameterView:
-    """A value of the graph as entries of a parameter.
+    """A value of the graph as entries of a parameter."""
 
-    Attributes:
-        parameter: Name of the parameter in the file.
-        index: Row-major position of each entry in the parameter, in the shape of the value.
-        size: Number of entries of the parameter.
-    """
-
-    parameter: str
-    index: Array
-    size: int
+    parameter: str  # name of the parameter in the file
+    index: Array  # row-major position of each entry in the parameter, in the shape of the value
+    size: int  # number of entries of the parameter
 
     @property
     def in_order(self) -> bool:
@@ -61,15 +55,11 @@ class ParameterView:
 
 @dataclass(slots=True, eq=False)
 class ParameterSlice:
-    """Entries of a parameter that form a parameter of a block.
+    """Entries of a parameter that form a parameter of a block."""
 
-    Attributes:
-        name: Name of the value in the graph, which is the parameter name of the block.
-        index: Row-major position of each entry in the parameter, in the shape of the value; None
-            for all entries in the order of the parameter. Do not change it.
-    """
-
-    name: str
+    name: str  # name of the value in the graph, which is the parameter name of the block
+    # Row-major position of each entry in the parameter, in the shape of the value; None for all
+    # entries in the order of the parameter. Do not change it.
     index: Array | None = None
     # Copy of ``index`` on a device, which the first use of an array of that device creates.
     _device_index: Array | None = field(default=None, init=False, repr=False)
@@ -351,20 +341,14 @@ _BY_VALUE = frozenset({"Gather", "Slice"})
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """The entries of a parameter that one layer uses; for a weight, only one part of its outputs.
+    """The entries of a parameter that a layer uses; for a weight, some of its outputs only."""
 
-    Attributes:
-        part: The entries.
-        kind: Kind of the layer; ``"generic"`` without a layer.
-        packing: Packing of the layer, for its weight; None for biases, scales and parameters
-            without a layer, which are vectors.
-        weight: Name of the weight of the layer; empty for vectors.
-    """
-
-    part: ParameterSlice
-    kind: str
+    part: ParameterSlice  # the entries
+    kind: str  # kind of the layer; ``"generic"`` without a layer
+    # Packing of the layer, for its weight; None for biases, scales and parameters without a layer,
+    # which are vectors.
     packing: Packing | None = None
-    weight: str = ""
+    weight: str = ""  # name of the weight of the layer; empty for vectors
 
     def matrices(self, array: Array, *, copy: bool = True) -> Array:
         """Return the matrices of the weight in ``array``, which has the shape of the parameter.

@@ -22,17 +22,11 @@ _SCALE_PER_CHANNEL = 21  # operator set since which GroupNormalization has a sca
 
 @dataclass(frozen=True, slots=True)
 class _BroadcastParameter:
-    """A parameter that is broadcast to data.
+    """A parameter that is broadcast to data."""
 
-    Attributes:
-        parameter: Name of the parameter.
-        value: Name of the operand: the parameter, or the parameter with more axes.
-        axis: Negative number of the axis of the data with which the last axis of the parameter is
-            aligned.
-    """
-
-    parameter: str
-    value: str
+    parameter: str  # name of the parameter
+    value: str  # name of the operand: the parameter, or the parameter with more axes
+    # Negative number of the axis of the data with which the last axis of the parameter is aligned.
     axis: int = -1
 
 

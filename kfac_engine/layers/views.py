@@ -25,13 +25,9 @@ _AUTOMATIC = {"SAME": "SAME_UPPER", "SAME_LOWER": "SAME_LOWER", "VALID": ""}
 
 
 class View(Protocol):
-    """A tensor of one use of a layer, read as rows of features.
+    """A tensor of one use of a layer, read as rows of features."""
 
-    Attributes:
-        has_rows: Whether ``rows`` may be called.
-    """
-
-    has_rows: ClassVar[bool]
+    has_rows: ClassVar[bool]  # whether ``rows`` may be called
 
     @property
     def rank(self) -> int | None:
@@ -73,18 +69,14 @@ class View(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RowView:
-    """A tensor whose rows lie along one axis, with a row for each entry of the other axes.
-
-    Attributes:
-        feature_axis: Axis of the features: -1 for dense layers and channels-last images, 1 for
-            channels-first images.
-        rank: Number of axes of the tensor; None for any number of at least two.
-    """
+    """A tensor whose rows lie along one axis, with a row for each entry of the other axes."""
 
     has_rows: ClassVar[bool] = True
 
+    # Axis of the features: -1 for dense layers and channels-last images, 1 for channels-first
+    # images.
     feature_axis: int = -1
-    rank: int | None = None
+    rank: int | None = None  # number of axes of the tensor; None for any number of at least two
 
     def width(self, shape: tuple[int, ...]) -> int:
         self._check(shape)
@@ -141,16 +133,12 @@ class PatchView:
     """The input of a convolution, with a row for each output position.
 
     The features of a row are ``(*kernel, channels)``, as in a channels-last filter.
-
-    Attributes:
-        window: Window of the convolution.
-        channels_first: Whether images are ``(n, channels, *spatial_shape)``.
     """
 
     has_rows: ClassVar[bool] = True
 
-    window: SlidingWindow
-    channels_first: bool
+    window: SlidingWindow  # window of the convolution
+    channels_first: bool  # whether images are ``(n, channels, *spatial_shape)``
 
     @property
     def rank(self) -> int:
@@ -260,17 +248,12 @@ def rows_as_images(rows: Array) -> tuple[Array, Window]:
 
 @dataclass(frozen=True, slots=True)
 class MaskedPatchView:
-    """The input of a convolution whose patches are multiplied by a mask.
-
-    Attributes:
-        patches: View without the mask.
-        mask: Factor of each feature, in the order ``(*kernel, channels)``.
-    """
+    """The input of a convolution whose patches are multiplied by a mask."""
 
     has_rows: ClassVar[bool] = True
 
-    patches: PatchView
-    mask: tuple[float, ...]
+    patches: PatchView  # view without the mask
+    mask: tuple[float, ...]  # factor of each feature, in the order ``(*kernel, channels)``
 
     @property
     def rank(self) -> int:
@@ -350,26 +333,19 @@ def masked_patch_view(patches: PatchView, mask: Array, channels: int) -> MaskedP
 
 @dataclass(frozen=True, slots=True)
 class TokenIdView:
-    """Token ids, read as rows; a row is the sum of the unit vectors of its ids.
-
-    Attributes:
-        vocabulary: Number of rows of the table, which is the number of features.
-        rank: 1 for one id in an example, ``(n,)``; 2 for several, ``(n, ids)``.
-        positions: Whether each id is a row, ``(n, …positions)``; otherwise the ids of an example
-            are one row.
-        count_repeats: Whether an id that occurs ``k`` times in a row counts ``k`` times in the
-            diagonal of the second moment; otherwise it counts once.
-        zeros_outside: Whether an id outside the table is a row of zeros, as in OneHot; otherwise it
-            is an error.
-    """
+    """Token ids, read as rows; a row is the sum of the unit vectors of its ids."""
 
     has_rows: ClassVar[bool] = False  # one-hot rows are as long as the table
     feature_axis: ClassVar[int] = -1
 
-    vocabulary: int
-    rank: int = 2
+    vocabulary: int  # number of rows of the table, which is the number of features
+    rank: int = 2  # 1 for one id in an example, ``(n,)``; 2 for several, ``(n, ids)``
+    # Whether each id is a row, ``(n, …positions)``; otherwise the ids of an example are one row.
     positions: bool = False
+    # Whether an id that occurs ``k`` times in a row counts ``k`` times in the diagonal of the
+    # second moment; otherwise it counts once.
     count_repeats: bool = False
+    # Whether an id outside the table is a row of zeros, as in OneHot; otherwise it is an error.
     zeros_outside: bool = False
 
     def width(self, shape: tuple[int, ...]) -> int:

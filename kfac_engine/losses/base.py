@@ -757,18 +757,13 @@ def _given(observed: Observed, *, labels: bool = False) -> Array:
 class RegisteredLoss:
     """A loss with its name, its loss functions and its weight in the objective.
 
-    Attributes:
-        name: Name, unique among the losses of a collection.
-        parts: A loss function for each part of the batch.
-        coefficient: Weight k ≥ 0 of the loss.
-
     Raises:
         RegistrationError: The coefficient is negative or not finite.
     """
 
-    name: str
-    parts: tuple[LossFunction, ...]
-    coefficient: float = 1.0
+    name: str  # name, unique among the losses of a collection
+    parts: tuple[LossFunction, ...]  # a loss function for each part of the batch
+    coefficient: float = 1.0  # weight k ≥ 0 of the loss
 
     def __post_init__(self) -> None:
         real = isinstance(self.coefficient, Real) and isfinite(self.coefficient)

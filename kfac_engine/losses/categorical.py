@@ -294,22 +294,14 @@ class OnehotCategoricalLogitsNegativeLogProbLoss(CategoricalLogitsNegativeLogPro
 
 
 class Softmax(NamedTuple):
-    """Probabilities, in the one array of the size of the logits that is made.
-
-    Attributes:
-        logits: The logits.
-        first: Flat index of the first class in each row, without a class axis.
-        top: The largest logit of each row, with a class axis of size 1.
-        p: The probabilities.
-        largest: Flat index of the first largest entry in each row, without a class axis.
-        rest: Sum of the other probabilities relative to the largest one, in the shape of ``top``.
-    """
+    """Probabilities, in the one array of the size of the logits that is made."""
 
     logits: Array
-    first: Array
-    top: Array
-    p: Array
-    largest: Array
+    first: Array  # flat index of the first class in each row, without a class axis
+    top: Array  # the largest logit of each row, with a class axis of size 1
+    p: Array  # the probabilities
+    largest: Array  # flat index of the first largest entry in each row, without a class axis
+    # Sum of the other probabilities relative to the largest one, in the shape of ``top``.
     rest: Array
 
     @classmethod

@@ -40,22 +40,16 @@ _SUM_TOLERANCE = 1e-3
 
 @dataclass(frozen=True, slots=True)
 class Logits:
-    """The value that a loss reads in place of an output of probabilities.
+    """The value that a loss reads in place of an output of probabilities."""
 
-    Attributes:
-        output: Name of the output.
-        value: Name of the logits, whose softmax or sigmoid is the output.
-        how: Relation of the logits to the output, a phrase for messages.
-        nodes: Nodes that compute the logits, to be added to the graph, in topological order.
-        facts: Element type and shape of the results of ``nodes`` and of ``constants``.
-        constants: Constants that the nodes read, by name.
-    """
-
-    output: str
-    value: str
-    how: str
+    output: str  # name of the output
+    value: str  # name of the logits, whose softmax or sigmoid is the output
+    how: str  # relation of the logits to the output, a phrase for messages
+    # Nodes that compute the logits, to be added to the graph, in topological order.
     nodes: tuple[Node, ...] = ()
+    # Element type and shape of the results of ``nodes`` and of ``constants``.
     facts: Mapping[str, Fact] = field(default_factory=dict)
+    # Constants that the nodes read, by name.
     constants: Mapping[str, Array] = field(default_factory=dict)
 
 

@@ -47,15 +47,10 @@ REDUCTIONS: tuple[Reduction, ...] = ("mean", "batch_mean", "sum")
 
 @dataclass(frozen=True, slots=True)
 class BatchSize:
-    """What reductions divide by; the size of a batch is the sum of the sizes of its parts.
+    """What reductions divide by; the size of a batch is the sum of the sizes of its parts."""
 
-    Attributes:
-        examples: Number n of examples.
-        totals: Sum W of the weights of the predictions, for each loss function.
-    """
-
-    examples: int
-    totals: tuple[float, ...]
+    examples: int  # number n of examples
+    totals: tuple[float, ...]  # sum W of the weights of the predictions, for each loss function
 
     def __add__(self, other: "BatchSize") -> "BatchSize":
         """Return the size of two parts together."""
@@ -83,17 +78,11 @@ class BatchSize:
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """The targets of a batch or of a part of it, and how much each counts.
+    """The targets of a batch or of a part of it, and how much each counts."""
 
-    Attributes:
-        terms: The targets of each loss function.
-        size: Size of the batch, or of the part.
-        whole: Size of the batch.
-    """
-
-    terms: tuple[Observed, ...]
-    size: BatchSize
-    whole: BatchSize
+    terms: tuple[Observed, ...]  # the targets of each loss function
+    size: BatchSize  # size of the batch, or of the part
+    whole: BatchSize  # size of the batch
 
     def within(self, whole: BatchSize) -> "Observation":
         """Return the observation as a part of a larger batch of a given size."""
@@ -111,15 +100,12 @@ class Residuals:
     The numbers do not have the weights of the losses or of the reduction, so that their ratios do
     not depend on the scale of the loss. They are sums over the targets, each times its weight, so
     that the sums of the parts of a batch add up to those of the batch.
-
-    Attributes:
-        sums: By number and first input of each loss function, the sum of the squared gradients of
-            the loss at all predictions, ``LossFunction.expected_squares``, and
-            ``LossFunction.target_sums``.
-        centres: The argument of ``target_sums`` of each loss function; none if they are not known.
     """
 
+    # By number and first input of each loss function, the sum of the squared gradients of the loss
+    # at all predictions, ``LossFunction.expected_squares``, and ``LossFunction.target_sums``.
     sums: dict[tuple[int, str], tuple[Any, ...]] = field(default_factory=dict)
+    # The argument of ``target_sums`` of each loss function; none if they are not known.
     centres: Sequence[Any] = ()
 
     def add(
@@ -201,36 +187,30 @@ def _added(one: Any, other: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """The function that training minimises: a sum of losses under one reduction.
+    """The function that training minimises: a sum of losses under one reduction."""
 
-    Attributes:
-        losses: Losses to add, at least one.
-        reduction: A row of the table of this module.
-        batch: Name of a value whose first axis has an entry for each example. If it is empty, the
-            first axis of the loss inputs must be such an axis.
-        outputs: Map from a loss input to the model output on which the user put the loss, if the
-            two differ.
-        axes: Map from a loss input to its axis of examples; 0 where absent.
-        prepare: Map from the name of targets to the function that computes them from the array of
-            the caller, where they differ.
-        of_batch: Loss inputs that the file has reduced to a single number for the whole batch; no
-            reduction applies to them.
-        terms: The loss functions of all losses, one for each part of the batch.
-        inputs: Names of the values that the losses read, each once.
-        targeted: Map from the first input of each loss with targets to their name.
-        by_output: The same by the model output on which the user put the loss.
-    """
-
-    losses: tuple[RegisteredLoss, ...]
-    reduction: Reduction
+    losses: tuple[RegisteredLoss, ...]  # losses to add, at least one
+    reduction: Reduction  # a row of the table of this module
+    # Name of a value whose first axis has an entry for each example. If it is empty, the first axis
+    # of the loss inputs must be such an axis.
     batch: str = ""
+    # Map from a loss input to the model output on which the user put the loss, if the two differ.
     outputs: Mapping[str, str] = field(default_factory=dict)
+    # Map from a loss input to its axis of examples; 0 where absent.
     axes: Mapping[str, int] = field(default_factory=dict)
+    # Map from the name of targets to the function that computes them from the array of the caller,
+    # where they differ.
     prepare: Mapping[str, Callable[[Array], Array]] = field(default_factory=dict)
+    # Loss inputs that the file has reduced to a single number for the whole batch; no reduction
+    # applies to them.
     of_batch: frozenset[str] = frozenset()
+    # The loss functions of all losses, one for each part of the batch.
     terms: tuple[LossFunction, ...] = field(init=False)
+    # Names of the values that the losses read, each once.
     inputs: tuple[str, ...] = field(init=False)
+    # Map from the first input of each loss with targets to their name.
     targeted: Mapping[str, str] = field(init=False)
+    # The same by the model output on which the user put the loss.
     by_output: Mapping[str, str] = field(init=False)
     _read: Sequence[str] = field(init=False, repr=False)
 

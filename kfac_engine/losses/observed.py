@@ -71,24 +71,20 @@ def weights_gathered(targets: Targets) -> Targets:
 
 @dataclass(frozen=True, slots=True)
 class Observed:
-    """The targets of a loss in a batch, and how much each counts.
+    """The targets of a loss in a batch, and how much each counts."""
 
-    Attributes:
-        labels: The targets, with a possible observation in place of each one that does not count;
-            None if the batch has no targets.
-        counts: Weights of the predictions as given by the caller, Booleans or numbers; they
-            broadcast to an input of the loss. None if all are 1.
-        targets: The observations whose −log p are the terms of the loss: ``labels`` after label
-            smoothing and weights of classes.
-        weights: Weights of these terms, which broadcast to an input of the loss; None if all are 1.
-        total: Sum of the weights of the predictions, the divisor of a mean.
-    """
-
+    # The targets, with a possible observation in place of each one that does not count; None if the
+    # batch has no targets.
     labels: Array | None
+    # Weights of the predictions as given by the caller, Booleans or numbers; they broadcast to an
+    # input of the loss. None if all are 1.
     counts: Array | None
+    # The observations whose −log p are the terms of the loss: ``labels`` after label smoothing and
+    # weights of classes.
     targets: Array | None
+    # Weights of these terms, which broadcast to an input of the loss; None if all are 1.
     weights: Array | None
-    total: float
+    total: float  # sum of the weights of the predictions, the divisor of a mean
 
     @property
     def all_or_nothing(self) -> bool:

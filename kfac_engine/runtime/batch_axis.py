@@ -43,30 +43,23 @@ _AT_NODE = re.compile("at node '([^']+)'")
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """The axes of the examples in the inputs and values of a model.
+    """The axes of the examples in the inputs and values of a model."""
 
-    Attributes:
-        size: Number of examples in the sample run.
-        inputs: Map from an input to its batch axis, for inputs with a batch axis.
-        places: Map from a value to the axis of the examples, for values with such an axis.
-        fixed: The reason why the model runs with one batch size only; ``""`` if it runs with
-            others.
-        doubt: The reason why the examples may be on another axis; ``""`` without a reason.
-        joint: The reason why some examples of a batch are no batch, as in a graph network, whose
-            file does not say which nodes a graph has; ``""`` if they are.
-        squares: Map from an input or a value to its further axes that grow with the batch, such as
-            those of an adjacency matrix.
-        sets: Sets of examples with inputs, values and numbers of examples of their own, such as the
-            points of an equation and those of its boundary; none if there is one set only.
-    """
-
-    size: int
-    inputs: Mapping[str, int]
+    size: int  # number of examples in the sample run
+    inputs: Mapping[str, int]  # map from an input to its batch axis, for inputs with a batch axis
+    # Map from a value to the axis of the examples, for values with such an axis.
     places: Mapping[str, ExampleAxis]
+    # The reason why the model runs with one batch size only; ``""`` if it runs with others.
     fixed: str = ""
-    doubt: str = ""
+    doubt: str = ""  # the reason why the examples may be on another axis; ``""`` without a reason
+    # The reason why some examples of a batch are no batch, as in a graph network, whose file does
+    # not say which nodes a graph has; ``""`` if they are.
     joint: str = ""
+    # Map from an input or a value to its further axes that grow with the batch, such as those of an
+    # adjacency matrix.
     squares: Squares = field(default_factory=dict)
+    # Sets of examples with inputs, values and numbers of examples of their own, such as the points
+    # of an equation and those of its boundary; none if there is one set only.
     sets: tuple["Batch", ...] = ()
 
     @classmethod

@@ -29,14 +29,10 @@ class Passes:
     """The forward passes that have drawn random numbers.
 
     ``OnnxModel.run`` counts them; ``Engine.load`` and an error of a step restore the count.
-
-    Attributes:
-        seed: Seed of the numbers.
-        count: Number of passes so far.
     """
 
-    seed: int = 0
-    count: int = 0
+    seed: int = 0  # seed of the numbers
+    count: int = 0  # number of passes so far
 
     def next(self) -> Array:
         """Return the start of the numbers of the next pass."""

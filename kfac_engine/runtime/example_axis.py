@@ -108,22 +108,14 @@ Squares: TypeAlias = Mapping[str, tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """Possible axes of the examples in the inputs.
+    """Possible axes of the examples in the inputs."""
 
-    Attributes:
-        axes: Map from an input to an axis.
-        named: Whether the axes have a symbol for the batch.
-        is_open: Whether the file declares no size for the axes.
-        is_declared: Whether the file declares the sizes of all axes of all inputs.
-        is_merged: Whether the axes have different symbols.
-        squares: Further axes of the inputs with the same symbol, as adjacency matrices have.
-    """
-
-    axes: Axes
-    named: bool
-    is_open: bool
-    is_declared: bool = False
-    is_merged: bool = False
+    axes: Axes  # map from an input to an axis
+    named: bool  # whether the axes have a symbol for the batch
+    is_open: bool  # whether the file declares no size for the axes
+    is_declared: bool = False  # whether the file declares the sizes of all axes of all inputs
+    is_merged: bool = False  # whether the axes have different symbols
+    # Further axes of the inputs with the same symbol, as adjacency matrices have.
     squares: Squares = field(default_factory=dict)
 
 
@@ -255,15 +247,10 @@ _ROUNDING = 1e-5
 
 @dataclass(frozen=True, slots=True)
 class ExampleAxis:
-    """The axis of the examples in a value.
+    """The axis of the examples in a value."""
 
-    Attributes:
-        axis: Index of the axis.
-        repeats: Number of entries of each example along the axis; above one if it includes
-            positions.
-    """
-
-    axis: int
+    axis: int  # index of the axis
+    # Number of entries of each example along the axis; above one if it includes positions.
     repeats: int
 
     @property

@@ -38,17 +38,12 @@ def as_rows(X: Any) -> tuple[Any, Shape | None]:
 
 @dataclass(frozen=True, slots=True)
 class ExampleInput:
-    """The input of a model that receives the examples.
+    """The input of a model that receives the examples."""
 
-    Attributes:
-        name: Name of the input.
-        dtype: Element type.
-        sizes: Sizes of the axes of an example; a text or None for an axis of any size. None in
-            place of the tuple if the rank is unknown.
-    """
-
-    name: str
-    dtype: DType
+    name: str  # name of the input
+    dtype: DType  # element type
+    # Sizes of the axes of an example; a text or None for an axis of any size. None in place of the
+    # tuple if the rank is unknown.
     sizes: tuple[int | str | None, ...] | None
 
     @classmethod
@@ -133,17 +128,11 @@ class ExampleInput:
 
 @dataclass(frozen=True, slots=True)
 class SparseRows:
-    """Examples in a sparse table, of which ``dense`` converts a few.
+    """Examples in a sparse table, of which ``dense`` converts a few."""
 
-    Attributes:
-        rows: A table of CSR, ``(n, features)``, with a row for each example.
-        dtype: Element type of the input.
-        shape: Shape of an example in the input.
-    """
-
-    rows: Any
-    dtype: DType
-    shape: Shape
+    rows: Any  # a table of CSR, ``(n, features)``, with a row for each example
+    dtype: DType  # element type of the input
+    shape: Shape  # shape of an example in the input
 
     def __len__(self) -> int:
         return int(self.rows.shape[0])

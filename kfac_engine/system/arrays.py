@@ -55,19 +55,12 @@ _HEADERS = {
 
 @dataclass(frozen=True, slots=True)
 class ArrayHeader:
-    """The properties that a file states for an array.
+    """The properties that a file states for an array."""
 
-    Attributes:
-        shape: Shape of the array.
-        dtype: Element type of the array.
-        order: ``"C"`` or ``"F"``.
-        length: Number of bytes of the header, which is before the elements.
-    """
-
-    shape: tuple[int, ...]
-    dtype: DType
-    order: Literal["C", "F"]
-    length: int
+    shape: tuple[int, ...]  # shape of the array
+    dtype: DType  # element type of the array
+    order: Literal["C", "F"]  # ``"C"`` or ``"F"``
+    length: int  # number of bytes of the header, which is before the elements
 
     @property
     def bytes(self) -> int:
@@ -77,19 +70,12 @@ class ArrayHeader:
 
 @dataclass(frozen=True, slots=True)
 class _Member:
-    """An array in a file.
+    """An array in a file."""
 
-    Attributes:
-        name: Name of the array; None in an ``.npy`` file.
-        size: Number of bytes of the header and the elements.
-        open: Opens the header and the elements as a stream.
-        offset: Position of the header in the file; None if the array is compressed.
-    """
-
-    name: str | None
-    size: int
-    open: Callable[[], IO[bytes]]
-    offset: int | None
+    name: str | None  # name of the array; None in an ``.npy`` file
+    size: int  # number of bytes of the header and the elements
+    open: Callable[[], IO[bytes]]  # opens the header and the elements as a stream
+    offset: int | None  # position of the header in the file; None if the array is compressed
 
 
 def read_arrays(path: Path) -> dict[str | None, Array]:

@@ -28,24 +28,17 @@ _INVALID: Any = object()
 
 @dataclass(frozen=True, slots=True)
 class StateKind:
-    """A kind of state, and the version of its format that this library writes and reads.
+    """A kind of state, and the version of its format that this library writes and reads."""
 
-    Attributes:
-        name: Name in messages.
-        full_name: Full name in messages, with an article.
-        version: Version of the format.
-        entry: Entry of the metadata that holds the whole header; None if each has its own.
-        older: Entries that files of older versions lack, with the values that hold for such files.
-        always_checked: Whether files of all versions have a checksum.
-        otherwise: What may have written a file that is not of this kind and version, for messages.
-    """
-
-    name: str
-    full_name: str
-    version: int
+    name: str  # name in messages
+    full_name: str  # full name in messages, with an article
+    version: int  # version of the format
+    # Entry of the metadata that holds the whole header; None if each has its own.
     entry: str | None = None
+    # Entries that files of older versions lack, with the values that hold for such files.
     older: Mapping[str, Any] = field(default_factory=dict)
-    always_checked: bool = True
+    always_checked: bool = True  # whether files of all versions have a checksum
+    # What may have written a file that is not of this kind and version, for messages.
     otherwise: str = "another program or version"
 
     def another(self, path: str | Path) -> str:

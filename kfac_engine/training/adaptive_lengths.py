@@ -87,17 +87,11 @@ def input_moment(block: FisherBlock) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Together:
-    """Names whose arrays an update computes in one call, as one array; see ``groups``.
+    """Names whose arrays an update computes in one call, as one array; see ``groups``."""
 
-    Attributes:
-        means: Parameters whose gradients are averaged together.
-        by_adam: Units that Adam updates together.
-        lengths: Weights whose step sizes are computed together.
-    """
-
-    means: Sequence[tuple[str, ...]]
-    by_adam: Sequence[tuple[str, ...]]
-    lengths: Sequence[tuple[str, ...]]
+    means: Sequence[tuple[str, ...]]  # parameters whose gradients are averaged together
+    by_adam: Sequence[tuple[str, ...]]  # units that Adam updates together
+    lengths: Sequence[tuple[str, ...]]  # weights whose step sizes are computed together
 
     def alone(self) -> "Together":
         """Return the same names, each in a call of its own."""
@@ -172,51 +166,38 @@ class AdaptiveLengthUpdate:
     A matrix is the matrix of a layer, whatever its layout in the file: see ``Piece.matrices``. Each
     group of a convolution, each expert of a stack and each part of the outputs that the graph reads
     apart has a matrix of its own.
-
-    Attributes:
-        engine: The engine.
-        precondition: Returns natural gradients of vectors by parameter.
-        units: The division of the parameters; its weights are the matrices.
-        together: The parameters and units that are updated in one call.
-        roots: √outputs of the matrices of each weight, or √rank: see ``low_ranks``.
-        sides: Smaller side of the matrices of each weight.
-        widths: Sum of the sides of the factors of each weight.
-        blocks: The block of the layer of each weight.
-        groups: Number of each weight and of each parameter with weights. Parameters have equal
-            numbers if a block or several blocks join them.
-        moved: The units of the parameters that have weights.
-        matmul: The product of two matrices.
-        momentum: Decay of the average of gradients, in [0, 1).
-        adam: The rule of the units that are no weights.
-        adam_rate: Learning rate of Adam.
-        weight_decay: Parameters shrink by this number times the rate of their update and the factor
-            ``decay`` of the step.
-        repeats: Rows of each example in the factors of a weight, until they are measured.
-        predictions: The input of the loss that a layer computes, by its weight or bias.
-        moment: Returns the mean square of the inputs of a block.
-        features: Bounds of the directions along single features.
-        span: Chooses the decay of the averages for matrices; None for ``momentum``.
     """
 
     engine: Engine
+    # Returns natural gradients of vectors by parameter.
     precondition: Callable[[Vector], dict[str, Array]]
-    units: Units
-    together: "Together"
+    units: Units  # the division of the parameters; its weights are the matrices
+    together: "Together"  # the parameters and units that are updated in one call
+    # √outputs of the matrices of each weight, or √rank: see ``low_ranks``.
     roots: Mapping[str, float]
-    sides: Mapping[str, int]
-    widths: Mapping[str, float]
-    blocks: Mapping[str, FisherBlock]
+    sides: Mapping[str, int]  # smaller side of the matrices of each weight
+    widths: Mapping[str, float]  # sum of the sides of the factors of each weight
+    blocks: Mapping[str, FisherBlock]  # the block of the layer of each weight
+    # Number of each weight and of each parameter with weights. Parameters have equal numbers if a
+    # block or several blocks join them.
     groups: Mapping[str, int]
-    moved: Sequence[str]
-    matmul: MatMul
-    momentum: float
-    adam: AdaptiveMoments
-    adam_rate: Rate
+    moved: Sequence[str]  # the units of the parameters that have weights
+    matmul: MatMul  # the product of two matrices
+    momentum: float  # decay of the average of gradients, in [0, 1)
+    adam: AdaptiveMoments  # the rule of the units that are no weights
+    adam_rate: Rate  # learning rate of Adam
+    # Parameters shrink by this number times the rate of their update and the factor ``decay`` of
+    # the step.
     weight_decay: float
+    # Rows of each example in the factors of a weight, until they are measured.
     repeats: Mapping[str, float] = field(default_factory=dict)
+    # The input of the loss that a layer computes, by its weight or bias.
     predictions: Mapping[str, str] = field(default_factory=dict)
+    # Returns the mean square of the inputs of a block.
     moment: Callable[[FisherBlock], Any] = input_moment
+    # Bounds of the directions along single features.
     features: FeatureBounds = field(default_factory=FeatureBounds)
+    # Chooses the decay of the averages for matrices; None for ``momentum``.
     span: AverageSpan | None = None
 
     def new_slots(self, parameters: Vector) -> SlotArrays:

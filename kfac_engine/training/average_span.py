@@ -36,12 +36,9 @@ class AverageSpan:
 
     between the span of ``momentum`` and 20 steps. |v|² and |g|² are averages over about three
     measurements. Squares of zero do not count.
-
-    Attributes:
-        momentum: The μ of the shortest span, in [0, 1).
     """
 
-    momentum: float
+    momentum: float  # the μ of the shortest span, in [0, 1)
 
     def new_slots(self, numbers: Vector) -> SlotArrays:
         """Return the state before the first step, with the shapes of ``numbers`` of each weight.

@@ -21,13 +21,9 @@ from kfac_engine.errors import InputError
 
 
 class Batches(Protocol):
-    """A source of batches.
+    """A source of batches."""
 
-    Attributes:
-        per_epoch: Number of steps in an epoch; None if it is not known.
-    """
-
-    per_epoch: int | None
+    per_epoch: int | None  # number of steps in an epoch; None if it is not known
 
     def steps(self, number: int, start: int = 0) -> Iterator[list[Batch]]:
         """Return the batches of an epoch from the step ``start`` on, each as a list of its parts.
@@ -38,18 +34,13 @@ class Batches(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RunData:
-    """The data of a run.
+    """The data of a run."""
 
-    Attributes:
-        train: The batches to train on.
-        validation: Batches to evaluate, which can be iterated again; None for no validation.
-        source: The examples before a split; None for an iterable of batches.
-        fraction: Fraction of the examples that is split off for the validation; None for none.
-    """
-
-    train: Batches
+    train: Batches  # the batches to train on
+    # Batches to evaluate, which can be iterated again; None for no validation.
     validation: Iterable[Batch] | None
-    source: Examples | None = None
+    source: Examples | None = None  # the examples before a split; None for an iterable of batches
+    # Fraction of the examples that is split off for the validation; None for none.
     fraction: float | None = None
 
     @property

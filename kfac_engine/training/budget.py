@@ -17,34 +17,21 @@ EPOCHS = 10  # without a budget
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """The position of a run.
+    """The position of a run."""
 
-    Attributes:
-        epoch: Number of complete epochs.
-        batch: Number of batches of the present epoch.
-        steps: Number of batches in total.
-        seconds: Wall time of the run.
-    """
-
-    epoch: int = 0
-    batch: int = 0
-    steps: int = 0
-    seconds: float = 0.0
+    epoch: int = 0  # number of complete epochs
+    batch: int = 0  # number of batches of the present epoch
+    steps: int = 0  # number of batches in total
+    seconds: float = 0.0  # wall time of the run
 
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """The bounds of a run; None for no bound.
+    """The bounds of a run; None for no bound."""
 
-    Attributes:
-        epochs: Number of epochs.
-        steps: Number of batches.
-        seconds: Wall time.
-    """
-
-    epochs: int | None
-    steps: int | None
-    seconds: float | None
+    epochs: int | None  # number of epochs
+    steps: int | None  # number of batches
+    seconds: float | None  # wall time
 
     def __post_init__(self) -> None:
         """Check the values.

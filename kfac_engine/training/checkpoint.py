@@ -48,16 +48,11 @@ Parts: TypeAlias = Mapping[str, SavedState]
 
 @dataclass(frozen=True, slots=True)
 class TrainingState:
-    """The state of a training run without the state of the engine.
+    """The state of a training run without the state of the engine."""
 
-    Attributes:
-        optimizer: Class of the optimizer.
-        parts: The parts by name; the optimizer is ``"optimizer"``.
-        run: The position of ``fit``; empty in a file of ``Optimizer.save``.
-    """
-
-    optimizer: str
-    parts: Parts
+    optimizer: str  # class of the optimizer
+    parts: Parts  # the parts by name; the optimizer is ``"optimizer"``
+    # The position of ``fit``; empty in a file of ``Optimizer.save``.
     run: Mapping[str, Any] = field(default_factory=dict)
 
 

@@ -132,19 +132,12 @@ class PartialBatch:
 
 
 class DueUpdates(NamedTuple):
-    """The updates of a step.
+    """The updates of a step."""
 
-    Attributes:
-        step: Number of the step, from 0.
-        statistics: Whether statistics are due.
-        inverses: Whether refreshes are due.
-        bound: Largest period of the refreshes.
-    """
-
-    step: int
-    statistics: bool
-    inverses: bool
-    bound: int
+    step: int  # number of the step, from 0
+    statistics: bool  # whether statistics are due
+    inverses: bool  # whether refreshes are due
+    bound: int  # largest period of the refreshes
 
 
 class CurvatureUpdates:

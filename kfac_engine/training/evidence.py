@@ -37,19 +37,14 @@ _LEAST = 1e-30  # least divisor
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """What the steps so far tell about the precisions of weights.
+    """What the steps so far tell about the precisions of weights."""
 
-    Attributes:
-        residual: Average of the residuals of the steps, at most 1.
-        noise: Average of the squares of the gradients at the predictions, relative to those that
-            the loss expects; 1 for classes.
-        due: Number of the step that computes the precisions next.
-        precisions: Prior precision of each weight per example, in the unit of the loss.
-    """
-
-    residual: float = 1.0
+    residual: float = 1.0  # average of the residuals of the steps, at most 1
+    # Average of the squares of the gradients at the predictions, relative to those that the loss
+    # expects; 1 for classes.
     noise: float = 1.0
-    due: int = 1
+    due: int = 1  # number of the step that computes the precisions next
+    # Prior precision of each weight per example, in the unit of the loss.
     precisions: tuple[float, ...] = ()
 
     def saved(self) -> dict[str, Array]:
@@ -80,11 +75,9 @@ class ShrinkageByEvidence:
     of the training, by about T γ / N. The term adds as much. r is the residual
     (``Residuals.size``), an average over about twenty steps. It weakens the term where little noise
     is left, because a run ends long before the minimum, which the evidence assumes.
-
-    Attributes:
-        blocks: The block of each weight; none where the rule does not apply.
     """
 
+    # The block of each weight; none where the rule does not apply.
     blocks: Mapping[str, FisherBlock] = field(default_factory=dict)
 
     def start(self) -> Evidence:

@@ -52,15 +52,11 @@ class FeatureBounds:
     shortened along the rare features, with ``a_j > 10 E[x_j²]``, for which that is more than m.
     Means are over the rows of all steps, with a decay of 0.99, without batches in which a target
     does not count.
-
-    Attributes:
-        weights: Weights by unit.
-        inputs: The inputs of the layers.
-        places: Places of the features of each weight among those of all inputs.
     """
 
-    weights: Mapping[str, Piece] = field(default_factory=dict)
-    inputs: tuple[LayerInput, ...] = ()
+    weights: Mapping[str, Piece] = field(default_factory=dict)  # weights by unit
+    inputs: tuple[LayerInput, ...] = ()  # the inputs of the layers
+    # Places of the features of each weight among those of all inputs.
     places: Mapping[str, slice] = field(default_factory=dict)
 
     def new_slots(self, arrays: Vector) -> dict[str, Array]:

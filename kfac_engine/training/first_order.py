@@ -51,21 +51,14 @@ ADAM_RATE = 0.004
 
 @dataclass(frozen=True, slots=True)
 class _Setting:
-    """How the parameters are updated.
+    """How the parameters are updated."""
 
-    Attributes:
-        units: The division of the parameters.
-        rules: Update rules by unit.
-        groups: The units; units of small arrays with one rule are updated together.
-        decoupled: Whether weight decay shrinks the parameters directly, in place of a term of the
-            gradient.
-        momentum: The momentum in reports.
-    """
-
-    units: Units
-    rules: Mapping[str, Rule]
+    units: Units  # the division of the parameters
+    rules: Mapping[str, Rule]  # update rules by unit
+    # Whether weight decay shrinks the parameters directly, in place of a term of the gradient.
     decoupled: bool
-    momentum: float
+    momentum: float  # the momentum in reports
+    # The units; units of small arrays with one rule are updated together.
     groups: Sequence[tuple[str, ...]] = ()
 
 

@@ -205,17 +205,11 @@ def fit(  # noqa: PLR0913 (the options of a run, one after the other)
 
 @dataclass(frozen=True, slots=True)
 class _Reporters:
-    """The receivers of records.
+    """The receivers of records."""
 
-    Attributes:
-        hooks: The callbacks.
-        log: The log.
-        display: The progress.
-    """
-
-    hooks: Hooks
+    hooks: Hooks  # the callbacks
     log: Log
-    display: Progress
+    display: Progress  # the progress
 
     def hear(self, step: Step, optimizer: Optimizer) -> bool:
         """Pass the record of a step to the callbacks; return whether the step ends the run."""

@@ -60,13 +60,10 @@ class GaussNewtonUpdate:
 
     A step that would raise the loss is tried again with more damping and without momentum. The
     parameters do not move if none of the tries lowers the loss.
-
-    Attributes:
-        engine: The engine.
-        adaptation: How the damping changes; None for a constant damping and one try.
     """
 
     engine: Engine
+    # How the damping changes; None for a constant damping and one try.
     adaptation: DampingAdaptation | None
 
     def new_slots(self, parameters: Vector) -> SlotArrays:

@@ -83,47 +83,27 @@ _SMALL_RESIDUALS, _MOST_EARLIER = 0.1, 6.0
 
 
 class Rule(NamedTuple):
-    """How a step moves, with the numbers that belong to its update.
+    """How a step moves, with the numbers that belong to its update."""
 
-    Attributes:
-        update: Computes the new parameters.
-        momentum: Momentum; None if the update solves it.
-        rate: Factor of the update; None for the learning rate of the optimizer.
-        damping: λ of the first step, or ε of a ``RelativeDamping`` if ``relative``.
-        relative: Whether the damping is relative.
-        adaptation: How the damping changes; None if it is constant.
-        whole: Whether statistics have all examples of a batch.
-        measures: Whether the update reads statistics and inverses.
-    """
-
-    update: Update
-    momentum: Rate | None
-    rate: float | None
-    damping: float
-    relative: bool
-    adaptation: DampingAdaptation | None
-    whole: bool = False
-    measures: bool = True
+    update: Update  # computes the new parameters
+    momentum: Rate | None  # momentum; None if the update solves it
+    rate: float | None  # factor of the update; None for the learning rate of the optimizer
+    damping: float  # λ of the first step, or ε of a ``RelativeDamping`` if ``relative``
+    relative: bool  # whether the damping is relative
+    adaptation: DampingAdaptation | None  # how the damping changes; None if it is constant
+    whole: bool = False  # whether statistics have all examples of a batch
+    measures: bool = True  # whether the update reads statistics and inverses
 
 
 class Basis(NamedTuple):
-    """What a step is computed from, beside the parameters.
+    """What a step is computed from, beside the parameters."""
 
-    Attributes:
-        batch: The parts of the batch that the step fits.
-        loss: Their loss.
-        seen: The examples of all steps.
-        repeated: What the steps tell about the next one.
-        following: Damping of the next step, if the update has chosen it.
-        evidence: What the steps tell about the precisions of weights.
-    """
-
-    batch: Sequence[Batch]
-    loss: float
-    seen: SeenExamples
-    repeated: RepeatedBatch
-    following: float | None = None
-    evidence: Evidence = Evidence()
+    batch: Sequence[Batch]  # the parts of the batch that the step fits
+    loss: float  # their loss
+    seen: SeenExamples  # the examples of all steps
+    repeated: RepeatedBatch  # what the steps tell about the next one
+    following: float | None = None  # damping of the next step, if the update has chosen it
+    evidence: Evidence = Evidence()  # what the steps tell about the precisions of weights
 
 
 class KfacOptimizer(Optimizer):

@@ -14,69 +14,41 @@ from kfac_engine.training.vectors import Vector, Zeros, combine, dot
 
 
 class StepInputs(NamedTuple):
-    """The inputs of an update.
+    """The inputs of an update."""
 
-    Attributes:
-        gradients: Gradients by parameter name; may be overwritten, unless ``predicts``.
-        parameters: Values by parameter name.
-        slots: The state of the optimizer.
-        new_slots: Arrays that receive the new state.
-        step: Number of steps so far.
-        loss: The loss of the batch before the step.
-        rate: Learning rate of the step, times the value of the schedule.
-        scale: Value of the schedule; for ``"auto"``, times a factor for small residuals.
-        decay: Factor of the weight decay, for ``"auto"``.
-        spreads: Spreads of the targets, by input of a loss, for ``"auto"``.
-        features: ``FeaturePowers.sums`` of the layers whose directions have bounds.
-        momentum: Momentum of the step; None if the quadratic model solves it.
-        damping: λ of the step.
-        l2: Part of λ that belongs to the loss.
-        batch: The parts of the batch, each with inputs and targets.
-        examples: Number of examples of the batch, of all processes.
-        predicts: Whether the change of the loss is predicted.
-        clock: Measures the stages ``"precondition"`` and ``"curvature"``.
-    """
-
-    gradients: Vector
-    parameters: Vector
-    slots: SlotArrays
-    new_slots: SlotArrays
-    step: int
-    loss: float
-    rate: float
-    scale: float
-    momentum: float | None
-    damping: float
-    l2: float
-    batch: Sequence[Batch]
-    examples: int
-    predicts: bool
-    clock: StageClock
-    decay: float = 1.0
+    gradients: Vector  # gradients by parameter name; may be overwritten, unless ``predicts``
+    parameters: Vector  # values by parameter name
+    slots: SlotArrays  # the state of the optimizer
+    new_slots: SlotArrays  # arrays that receive the new state
+    step: int  # number of steps so far
+    loss: float  # the loss of the batch before the step
+    rate: float  # learning rate of the step, times the value of the schedule
+    scale: float  # value of the schedule; for ``"auto"``, times a factor for small residuals
+    momentum: float | None  # momentum of the step; None if the quadratic model solves it
+    damping: float  # λ of the step
+    l2: float  # part of λ that belongs to the loss
+    batch: Sequence[Batch]  # the parts of the batch, each with inputs and targets
+    examples: int  # number of examples of the batch, of all processes
+    predicts: bool  # whether the change of the loss is predicted
+    clock: StageClock  # measures the stages ``"precondition"`` and ``"curvature"``
+    decay: float = 1.0  # factor of the weight decay, for ``"auto"``
+    # Spreads of the targets, by input of a loss, for ``"auto"``.
     spreads: Mapping[str, Any] = MappingProxyType({})
+    # ``FeaturePowers.sums`` of the layers whose directions have bounds.
     features: Array | None = None
 
 
 class Move(NamedTuple):
-    """The result of an update before it is applied.
+    """The result of an update before it is applied."""
 
-    Attributes:
-        values: New values by parameter name.
-        predicted: Change of the loss that the quadratic model predicts; None if it is not needed.
-        rate: Learning rate, if the update has solved it.
-        momentum: Momentum, if the update has solved it.
-        ratio: Reduction ratio, if the update has compared losses.
-        damping: λ of the step, if the update has chosen it.
-        following: λ of the next step, if the update has chosen it.
-    """
-
-    values: dict[str, Array]
+    values: dict[str, Array]  # new values by parameter name
+    # Change of the loss that the quadratic model predicts; None if it is not needed.
     predicted: float | None
-    rate: float | None = None
-    momentum: float | None = None
-    ratio: float | None = None
-    damping: float | None = None
-    following: float | None = None
+    rate: float | None = None  # learning rate, if the update has solved it
+    momentum: float | None = None  # momentum, if the update has solved it
+    ratio: float | None = None  # reduction ratio, if the update has compared losses
+    damping: float | None = None  # λ of the step, if the update has chosen it
+    following: float | None = None  # λ of the next step, if the update has chosen it
 
 
 class Update(Protocol):
@@ -91,15 +63,10 @@ class Update(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RatedUpdate:
-    """Updates at a learning rate η, as TensorFlow's K-FAC library defines ``"adam"``.
+    """Updates at a learning rate η, as TensorFlow's K-FAC library defines ``"adam"``."""
 
-    Attributes:
-        engine: The engine that preconditions.
-        weight_decay: Multiple of the parameters that is added to the direction.
-    """
-
-    engine: Engine
-    weight_decay: float
+    engine: Engine  # the engine that preconditions
+    weight_decay: float  # multiple of the parameters that is added to the direction
 
     def new_slots(self, parameters: Vector) -> SlotArrays:
         """Return velocities of zero."""

@@ -91,17 +91,11 @@ _RESTRAINT = 0.1
 
 
 class Proposal(NamedTuple):
-    """The result of a step before it is applied.
+    """The result of a step before it is applied."""
 
-    Attributes:
-        parameters: New values by parameter name.
-        slots: New state arrays.
-        report: The report of the step.
-    """
-
-    parameters: Mapping[str, Array]
-    slots: SlotArrays
-    report: StepReport
+    parameters: Mapping[str, Array]  # new values by parameter name
+    slots: SlotArrays  # new state arrays
+    report: StepReport  # the report of the step
 
 
 class Optimizer(Summarized, Sealed, ABC):

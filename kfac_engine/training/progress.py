@@ -119,19 +119,12 @@ class Progress:
 
 @dataclass(slots=True)
 class _Numbers:
-    """Sums over the steps of a run and of an epoch.
+    """Sums over the steps of a run and of an epoch."""
 
-    Attributes:
-        curvature: Seconds of the stages that curvature adds to a step.
-        seconds: Seconds of all stages.
-        loss: Sum of the finite losses of the epoch.
-        steps: Their number.
-    """
-
-    curvature: float = 0.0
-    seconds: float = 0.0
-    loss: float = 0.0
-    steps: int = 0
+    curvature: float = 0.0  # seconds of the stages that curvature adds to a step
+    seconds: float = 0.0  # seconds of all stages
+    loss: float = 0.0  # sum of the finite losses of the epoch
+    steps: int = 0  # their number
 
     @property
     def mean_loss(self) -> float:

@@ -22,23 +22,15 @@ from kfac_engine.training.vectors import Vector, Zeros, combine, dot
 
 @dataclass(frozen=True, slots=True)
 class QuadraticModel:
-    """The change ``cᵀx + ½ xᵀ(C + λB)x`` of the damped loss for the update ``Σ xᵢ directionᵢ``.
+    """The change ``cᵀx + ½ xᵀ(C + λB)x`` of the damped loss for the update ``Σ xᵢ directionᵢ``."""
 
-    Attributes:
-        slopes: c, the inner products of the gradient with the directions, ``(m,)``.
-        curvature: C, the forms ``directionᵢᵀ F directionⱼ``, ``(m, m)``.
-        gram: B, the inner products of the directions, ``(m, m)``.
-        damping: λ, which contains ``l2``.
-        l2: Part of λ that belongs to the loss.
-        precision: Machine epsilon of the directions.
-    """
-
+    # c, the inner products of the gradient with the directions, ``(m,)``.
     slopes: NDArray[np.float64]
-    curvature: NDArray[np.float64]
-    gram: NDArray[np.float64]
-    damping: float
-    l2: float
-    precision: float
+    curvature: NDArray[np.float64]  # C, the forms ``directionᵢᵀ F directionⱼ``, ``(m, m)``
+    gram: NDArray[np.float64]  # B, the inner products of the directions, ``(m, m)``
+    damping: float  # λ, which contains ``l2``
+    l2: float  # part of λ that belongs to the loss
+    precision: float  # machine epsilon of the directions
 
     def minimum(self, last: float | None = None) -> NDArray[np.float64]:
         """Return the coefficients ``(m,)`` that minimize the model.
@@ -89,16 +81,12 @@ class QuadraticUpdate:
     parameter would otherwise change by more than its norm, in a network of several layers.
 
     Source: Martens & Grosse 2015, arXiv:1503.05671, section 7.
-
-    Attributes:
-        engine: The engine that preconditions.
-        part: Chooses the part of a batch on which the curvature of the model is computed.
-        weight_decay: Part of the parameters that is subtracted in each step.
     """
 
-    engine: Engine
+    engine: Engine  # the engine that preconditions
+    # Chooses the part of a batch on which the curvature of the model is computed.
     part: PartialBatch
-    weight_decay: float
+    weight_decay: float  # part of the parameters that is subtracted in each step
 
     def new_slots(self, parameters: Vector) -> SlotArrays:
         """Return velocities of zero."""

@@ -34,24 +34,16 @@ _SCALE = 2.0**30
 
 @dataclass(frozen=True, slots=True)
 class RepeatedBatch:
-    """What the steps of a run tell about the next one.
+    """What the steps of a run tell about the next one."""
 
-    Attributes:
-        mark: The ``mark`` of the last batch.
-        repeats: Number of steps, up to the last one, with the examples of the step before.
-        first: Loss of the first step with these examples.
-        trial: Number of steps of the trial so far.
-        least: Least loss of the examples that the trial has left out.
-        refused: 1 if their loss has risen by too much, else 0.
-        rule: Number of the exact rule that suits the batch; negative before it is chosen.
-    """
-
-    mark: float = -1.0
+    mark: float = -1.0  # the ``mark`` of the last batch
+    # Number of steps, up to the last one, with the examples of the step before.
     repeats: float = 0.0
-    first: float = float_info.max
-    trial: float = 0.0
-    least: float = float_info.max
-    refused: float = 0.0
+    first: float = float_info.max  # loss of the first step with these examples
+    trial: float = 0.0  # number of steps of the trial so far
+    least: float = float_info.max  # least loss of the examples that the trial has left out
+    refused: float = 0.0  # 1 if their loss has risen by too much, else 0
+    # Number of the exact rule that suits the batch; negative before it is chosen.
     rule: float = -1.0
 
     def after(self, mark: float, loss: float) -> Self:

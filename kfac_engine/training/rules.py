@@ -34,14 +34,13 @@ class Rule(Protocol):
     """The update rule of one parameter.
 
     Attributes:
-        slots: Names of the state arrays; each has the shape of the parameter and starts at zero.
-        elementwise: Whether each entry is updated by itself, so that parts of an array can be
-            updated alone.
         gain: Bound of the entries of the direction and of its terms, divided by the norm of
             gradient and momentum, or by one if that is larger.
     """
 
+    # Names of the state arrays; each has the shape of the parameter and starts at zero.
     slots: ClassVar[tuple[str, ...]]
+    # Whether each entry is updated by itself, so that parts of an array can be updated alone.
     elementwise: ClassVar[bool]
 
     @property
@@ -59,17 +58,12 @@ class Rule(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class HeavyBall:
-    """Gradient descent with momentum: ``v ← μ v + g``; Nesterov's form takes ``g + μ v``.
-
-    Attributes:
-        momentum: μ in [0, 1).
-        nesterov: Whether the direction is ``g + μ v`` in place of ``v``.
-    """
+    """Gradient descent with momentum: ``v ← μ v + g``; Nesterov's form takes ``g + μ v``."""
 
     slots: ClassVar[tuple[str, ...]] = ("momentum",)
     elementwise: ClassVar[bool] = True
-    momentum: float
-    nesterov: bool
+    momentum: float  # μ in [0, 1)
+    nesterov: bool  # whether the direction is ``g + μ v`` in place of ``v``
 
     @property
     def gain(self) -> float:
@@ -92,18 +86,13 @@ class AdaptiveMoments:
     """Adam: the debiased mean of gradients divided by the root of the debiased mean of squares.
 
     Source: Kingma & Ba 2015, "Adam: A method for stochastic optimization", algorithm 1.
-
-    Attributes:
-        beta1: Decay of the mean of gradients, in [0, 1).
-        beta2: Decay of the mean of squared gradients, in [0, 1).
-        epsilon: Added to the root, positive.
     """
 
     slots: ClassVar[tuple[str, ...]] = ("momentum", "second_moment")
     elementwise: ClassVar[bool] = True
-    beta1: float
-    beta2: float
-    epsilon: float
+    beta1: float  # decay of the mean of gradients, in [0, 1)
+    beta2: float  # decay of the mean of squared gradients, in [0, 1)
+    epsilon: float  # added to the root, positive
 
     @property
     def gain(self) -> float:
@@ -143,20 +132,14 @@ class Orthogonalized:
     multiplied by ``√max(1, outputs / inputs)``.
 
     Source: K. Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks".
-
-    Attributes:
-        weight: The weight, which has the matrices.
-        momentum: μ in [0, 1).
-        nesterov: Whether ``g + μ v`` is orthogonalized in place of ``v``.
-        matmul: The product of two matrices.
     """
 
     slots: ClassVar[tuple[str, ...]] = ("momentum",)
     elementwise: ClassVar[bool] = False
-    weight: Piece
-    momentum: float
-    nesterov: bool
-    matmul: MatMul = np.matmul
+    weight: Piece  # the weight, which has the matrices
+    momentum: float  # μ in [0, 1)
+    nesterov: bool  # whether ``g + μ v`` is orthogonalized in place of ``v``
+    matmul: MatMul = np.matmul  # the product of two matrices
 
     @property
     def gain(self) -> float:

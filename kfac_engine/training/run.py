@@ -24,46 +24,28 @@ _EVENTS = ("skipped", "rolled_back")
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A step of a run.
+    """A step of a run."""
 
-    Attributes:
-        position: The position after the step.
-        record: The record.
-        spent: Part of the budget that is spent, in [0, 1].
-        ends_epoch: Whether the step is the last step of an epoch.
-        ends_run: Whether the step ends the budget.
-    """
-
-    position: Position
+    position: Position  # the position after the step
     record: Record
-    spent: float
-    ends_epoch: bool
-    ends_run: bool
+    spent: float  # part of the budget that is spent, in [0, 1]
+    ends_epoch: bool  # whether the step is the last step of an epoch
+    ends_run: bool  # whether the step ends the budget
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """The parts of a run.
+    """The parts of a run."""
 
-    Attributes:
-        optimizer: Changes the parameters.
-        batches: The data.
-        budget: When the run ends.
-        schedule: Factor of the learning rate.
-        validation: Batches that are evaluated; None for no validation.
-        metrics: Metrics of the validation; None for the metrics of the losses.
-        hooks: The callbacks of a validation.
-        recovery: The steps of the optimizer, with roll-backs.
-    """
-
-    optimizer: Optimizer
-    batches: Batches
-    budget: Budget
-    schedule: ScheduleFunction
-    validation: Iterable[Batch] | None
+    optimizer: Optimizer  # changes the parameters
+    batches: Batches  # the data
+    budget: Budget  # when the run ends
+    schedule: ScheduleFunction  # factor of the learning rate
+    validation: Iterable[Batch] | None  # batches that are evaluated; None for no validation
+    # Metrics of the validation; None for the metrics of the losses.
     metrics: Sequence[MetricChoice] | None
-    hooks: Hooks
-    recovery: Recovery
+    hooks: Hooks  # the callbacks of a validation
+    recovery: Recovery  # the steps of the optimizer, with roll-backs
 
     def steps(self, position: Position) -> Iterator[Step]:
         """Train from a position to the end of the budget."""

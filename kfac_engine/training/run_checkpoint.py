@@ -213,20 +213,14 @@ _NUMBERS = STEP_ENTRIES - {"refreshed"}
 
 @dataclass(frozen=True, slots=True)
 class RecordPosition:
-    """A position in the file of the records.
+    """A position in the file of the records."""
 
-    Attributes:
-        file: Name of the file. Each run has another one: the checkpoint of an older run in the same
-            folder remains valid until the first checkpoint of the new run.
-        length: Number of bytes.
-        count: Number of records.
-        checksum: CRC-32 of the bytes.
-    """
-
+    # Name of the file. Each run has another one: the checkpoint of an older run in the same folder
+    # remains valid until the first checkpoint of the new run.
     file: str
-    length: int = 0
-    count: int = 0
-    checksum: int = 0
+    length: int = 0  # number of bytes
+    count: int = 0  # number of records
+    checksum: int = 0  # CRC-32 of the bytes
 
 
 class RecordFile:

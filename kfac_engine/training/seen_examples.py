@@ -33,18 +33,13 @@ _TO_UNIT = np.uint64(12)  # 52 bits remain, so that adding 1/2 is exact
 
 @dataclass(frozen=True, slots=True)
 class SeenExamples:
-    """The examples of all steps so far.
+    """The examples of all steps so far."""
 
-    Attributes:
-        count: Number of examples of all steps; an example counts each time.
-        least: The smallest fingerprints of different examples, ascending, ``(1024,)``; 1 where
-            there are fewer.
-        times: How often each example of ``least`` has been seen, ``(1024,)``; 0 where there are
-            fewer.
-    """
-
-    count: int = 0
+    count: int = 0  # number of examples of all steps; an example counts each time
+    # The smallest fingerprints of different examples, ascending, ``(1024,)``; 1 where there are
+    # fewer.
     least: Array = field(default_factory=lambda: np.ones(_KEPT))
+    # How often each example of ``least`` has been seen, ``(1024,)``; 0 where there are fewer.
     times: Array = field(default_factory=lambda: np.zeros(_KEPT))
 
     @property

@@ -13,15 +13,10 @@ from kfac_engine.training.optimizer import trained_names
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """Parameters and buffers.
+    """Parameters and buffers."""
 
-    Attributes:
-        parameters: Arrays by name, without the copies of tied weights.
-        buffers: Arrays of the running statistics, by name.
-    """
-
-    parameters: dict[str, Array]
-    buffers: dict[str, Array]
+    parameters: dict[str, Array]  # arrays by name, without the copies of tied weights
+    buffers: dict[str, Array]  # arrays of the running statistics, by name
 
     @classmethod
     def present(cls, engine: Engine) -> "Weights":

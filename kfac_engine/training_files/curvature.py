@@ -47,17 +47,12 @@ _TINY = 1e-30  # least divisor
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """The curvature after the updates of a step.
+    """The curvature after the updates of a step."""
 
-    Attributes:
-        state: New state by name; entries that did not change are empty.
-        natural: Natural gradients by parameter, or ``Missing`` where the file has none.
-        moment: Records the mean square of the inputs of a block.
-    """
-
-    state: dict[str, Symbol]
+    state: dict[str, Symbol]  # new state by name; entries that did not change are empty
+    # Natural gradients by parameter, or ``Missing`` where the file has none.
     natural: dict[str, Any]
-    moment: Callable[[FisherBlock], Any]
+    moment: Callable[[FisherBlock], Any]  # records the mean square of the inputs of a block
 
 
 class Missing:

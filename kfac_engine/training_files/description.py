@@ -16,60 +16,44 @@ SEEN, DIFFERENT = "examples seen", "different examples"
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """What the inputs and outputs of training files are.
+    """What the inputs and outputs of training files are."""
 
-    Attributes:
-        identity: Equal in the files of one export.
-        model: Name of the model.
-        optimizer: Name of the optimizer.
-        options: Its options that are not the defaults.
-        losses: Name of the class of each loss.
-        inputs: Axes of the examples, by input of the model; −1 without.
-        targets: Axes of the examples, by input with targets.
-        outputs: The input with the targets of each output of the model, by output.
-        weights: By output of the model, the input with the weights of its targets, if there is one,
-            and the number of axes of this input in a step.
-        state: Shapes of the states, by name.
-        parameters: The states that are weights or running statistics of the model.
-        metrics: Outputs that are no state.
-        data: Type and shape of each input of a step that is no state, and of ``rate``; the axis of
-            steps, which the files of several steps have, is left out. A text in a shape is a
-            multiple of the number of examples: ``"batch"`` or ``"4 batch"``.
-        predictions: Type and shape of each output of the model.
-        evaluated: By input of ``evaluate.onnx``, the output of ``predict.onnx`` that it reads.
-        types: Types of the states that are not float32, by name.
-        different: The state with the number of different examples, which the caller sets; empty if
-            there is none.
-        noise: Shapes of the inputs with random numbers, by name; −1 for the size of the batch, or
-            of the part of it whose statistics a step measures.
-        factors: What each factor of the curvature measures, by number of the factor.
-        ties: Weight, copy in the file, and whether the copy is its transpose.
-        batch_size: The only number of examples; None for any.
-        steps_per_call: Number of steps that a call should take; with more than one, the inputs and
-            the metrics have a first axis of steps.
-    """
-
-    identity: str
-    model: str
-    optimizer: str
-    options: Mapping[str, Any]
-    losses: tuple[str, ...]
-    inputs: Mapping[str, int]
-    targets: Mapping[str, int]
-    outputs: Mapping[str, str]
-    state: Mapping[str, tuple[int, ...]]
-    parameters: tuple[str, ...]
-    metrics: tuple[str, ...]
+    identity: str  # equal in the files of one export
+    model: str  # name of the model
+    optimizer: str  # name of the optimizer
+    options: Mapping[str, Any]  # its options that are not the defaults
+    losses: tuple[str, ...]  # name of the class of each loss
+    inputs: Mapping[str, int]  # axes of the examples, by input of the model; −1 without
+    targets: Mapping[str, int]  # axes of the examples, by input with targets
+    outputs: Mapping[str, str]  # the input with the targets of each output of the model, by output
+    state: Mapping[str, tuple[int, ...]]  # shapes of the states, by name
+    parameters: tuple[str, ...]  # the states that are weights or running statistics of the model
+    metrics: tuple[str, ...]  # outputs that are no state
+    # Type and shape of each input of a step that is no state, and of ``rate``; the axis of steps,
+    # which the files of several steps have, is left out. A text in a shape is a multiple of the
+    # number of examples: ``"batch"`` or ``"4 batch"``.
     data: Mapping[str, Mapping[str, Any]]
-    predictions: Mapping[str, Mapping[str, Any]]
+    predictions: Mapping[str, Mapping[str, Any]]  # type and shape of each output of the model
+    # By input of ``evaluate.onnx``, the output of ``predict.onnx`` that it reads.
     evaluated: Mapping[str, str]
+    # Types of the states that are not float32, by name.
     types: Mapping[str, str] = field(default_factory=dict)
+    # The state with the number of different examples, which the caller sets; empty if there is
+    # none.
     different: str = ""
+    # By output of the model, the input with the weights of its targets, if there is one, and the
+    # number of axes of this input in a step.
     weights: Mapping[str, tuple[str, int]] = field(default_factory=dict)
+    # Shapes of the inputs with random numbers, by name; −1 for the size of the batch, or of the
+    # part of it whose statistics a step measures.
     noise: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    # What each factor of the curvature measures, by number of the factor.
     factors: Mapping[str, str] = field(default_factory=dict)
+    # Weight, copy in the file, and whether the copy is its transpose.
     ties: tuple[tuple[str, str, bool], ...] = ()
-    batch_size: int | None = None
+    batch_size: int | None = None  # the only number of examples; None for any
+    # Number of steps that a call should take; with more than one, the inputs and the metrics have a
+    # first axis of steps.
     steps_per_call: int = 1
 
     def properties(self) -> dict[str, str]:

@@ -21,20 +21,14 @@ _FLOAT = np.dtype(np.float32)
 
 @dataclass(frozen=True, slots=True)
 class Metrics:
-    """The recorded metrics of predictions.
+    """The recorded metrics of predictions."""
 
-    Attributes:
-        tape: Its nodes and constants.
-        inputs: The predictions, targets and weights.
-        outputs: Values of the graph by output: ``METRIC sum`` of each metric, and ``METRIC count``
-            of each one that is a mean. They have an entry for each loss.
-        read: The value of the model that each input with predictions has.
-    """
-
-    tape: Tape
-    inputs: tuple[Input, ...]
+    tape: Tape  # its nodes and constants
+    inputs: tuple[Input, ...]  # the predictions, targets and weights
+    # Values of the graph by output: ``METRIC sum`` of each metric, and ``METRIC count`` of each one
+    # that is a mean. They have an entry for each loss.
     outputs: dict[str, Symbol]
-    read: dict[str, str]
+    read: dict[str, str]  # the value of the model that each input with predictions has
 
 
 def record_metrics(

@@ -34,25 +34,15 @@ Writer: TypeAlias = Callable[["Evaluation", Node], None]
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """One evaluation of the model in the graph, on the batch or on a part of it.
+    """One evaluation of the model in the graph, on the batch or on a part of it."""
 
-    Attributes:
-        assembly: The model and its losses.
-        tape: Receives the nodes.
-        examples: Number of examples, or None if the model runs with one number only.
-        names: Names in the file, by value of the model; the same name where absent.
-        target_inputs: What the targets are, and which of them have weights.
-        selection: Numbers of the examples in the batch; None for all of them.
-        visible: Whether other bodies can read its values.
-    """
-
-    assembly: Assembly
-    tape: Tape
-    examples: Size | None
-    names: Mapping[str, str]
-    target_inputs: TargetInputs
-    selection: Symbol | None = None
-    visible: bool = True
+    assembly: Assembly  # the model and its losses
+    tape: Tape  # receives the nodes
+    examples: Size | None  # number of examples, or None if the model runs with one number only
+    names: Mapping[str, str]  # names in the file, by value of the model; the same name where absent
+    target_inputs: TargetInputs  # what the targets are, and which of them have weights
+    selection: Symbol | None = None  # numbers of the examples in the batch; None for all of them
+    visible: bool = True  # whether other bodies can read its values
 
     @property
     def model(self) -> OnnxModel:

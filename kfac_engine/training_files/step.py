@@ -48,31 +48,21 @@ _FEATURES, _RESIDUALS = "features", "residuals"
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A recorded training step.
+    """A recorded training step."""
 
-    Attributes:
-        tape: Its nodes and constants.
-        data: The inputs that change from step to step.
-        state: Values of the states before the first step, by name.
-        parameters: The states that are parameters or running statistics of the model.
-        metrics: The outputs that are no state.
-        outputs: Values of the graph, by output.
-        noise: Inputs with random numbers: see ``Description``.
-        factors: The layer of each factor of the curvature, by number of the factor.
-        weights: Inputs with weights of targets: see ``Description``.
-        targets: The targets of one step and their weights.
-    """
-
-    tape: Tape
-    data: tuple[Input, ...]
-    state: dict[str, Array]
-    parameters: tuple[str, ...]
-    metrics: tuple[str, ...]
-    outputs: dict[str, Symbol]
+    tape: Tape  # its nodes and constants
+    data: tuple[Input, ...]  # the inputs that change from step to step
+    state: dict[str, Array]  # values of the states before the first step, by name
+    parameters: tuple[str, ...]  # the states that are parameters or running statistics of the model
+    metrics: tuple[str, ...]  # the outputs that are no state
+    outputs: dict[str, Symbol]  # values of the graph, by output
+    # Inputs with random numbers: see ``Description``.
     noise: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    # The layer of each factor of the curvature, by number of the factor.
     factors: dict[str, str] = field(default_factory=dict)
+    # Inputs with weights of targets: see ``Description``.
     weights: dict[str, tuple[str, int]] = field(default_factory=dict)
-    targets: tuple[Input, ...] = ()
+    targets: tuple[Input, ...] = ()  # the targets of one step and their weights
 
 
 class StepRecorder:

@@ -34,12 +34,9 @@ _OTHER = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class Entries:
-    """Entries of parameters: the rows and columns of a slice.
+    """Entries of parameters: the rows and columns of a slice."""
 
-    Attributes:
-        positions: Ascending indices of the flattened entries, by parameter name.
-    """
-
+    # Ascending indices of the flattened entries, by parameter name.
     positions: Mapping[str, Sequence[int]]
 
     @classmethod
@@ -68,21 +65,15 @@ class Entries:
 
 @dataclass(frozen=True)
 class DenseFisher:
-    """A slice of rows of the Fisher matrix, and its products with vectors.
+    """A slice of rows of the Fisher matrix, and its products with vectors."""
 
-    Attributes:
-        specimen: The model and the batch.
-        entries: The rows of the slice.
-        method: How the Jacobian matrix was computed.
-        jacobian: By value of a loss, the columns of its Jacobian matrix that belong to the entries,
-            in the shape ``(value size, entries)``.
-        changes: For each vector, its products with the Jacobian matrices, by value of a loss.
-    """
-
-    specimen: Specimen
-    entries: Entries
-    method: str
+    specimen: Specimen  # the model and the batch
+    entries: Entries  # the rows of the slice
+    method: str  # how the Jacobian matrix was computed
+    # By value of a loss, the columns of its Jacobian matrix that belong to the entries, in the
+    # shape ``(value size, entries)``.
     jacobian: Mapping[str, Floats]
+    # For each vector, its products with the Jacobian matrices, by value of a loss.
     changes: Sequence[Mapping[str, Floats]]
 
     def products(self) -> list[Floats]:

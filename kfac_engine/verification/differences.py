@@ -17,18 +17,13 @@ _SMALL = 1e-2
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """A derivative by differences.
+    """A derivative by differences."""
 
-    Attributes:
-        value: The derivative, in the shape of the function's value.
-        doubt: Difference between the derivatives with the step and with half of it, or the jump of
-            the derivative at the parameters if that is larger.
-        step: The step, relative to the size of the entries.
-    """
-
-    value: Floats
+    value: Floats  # the derivative, in the shape of the function's value
+    # Difference between the derivatives with the step and with half of it, or the jump of the
+    # derivative at the parameters if that is larger.
     doubt: float
-    step: float
+    step: float  # the step, relative to the size of the entries
 
 
 def sizes(parameters: Mapping[str, Floats]) -> dict[str, float]:

@@ -46,19 +46,12 @@ _RESOLUTIONS = {"float16": 2.0**-10, "bfloat16": 2.0**-7}
 
 @dataclass(frozen=True)
 class Specimen:
-    """A model with the first examples of a batch.
+    """A model with the first examples of a batch."""
 
-    Attributes:
-        engine: The engine of the model. No check changes its state.
-        inputs: Arrays by input name.
-        targets: The targets.
-        examples: Number of examples.
-    """
-
-    engine: Engine
-    inputs: Mapping[str, Array]
+    engine: Engine  # The engine of the model. No check changes its state.
+    inputs: Mapping[str, Array]  # arrays by input name
     targets: Targets
-    examples: int
+    examples: int  # number of examples
 
     @classmethod
     def of_batch(
@@ -303,17 +296,11 @@ def _graphs_of(model: OnnxModel, names: tuple[str, ...]) -> Iterator[Graph]:
 
 @dataclass(frozen=True, slots=True)
 class Rebuild:
-    """Builds engines with the file and the options of an engine.
+    """Builds engines with the file and the options of an engine."""
 
-    Attributes:
-        original: The engine.
-        file: File that the engine exported.
-        inputs: A batch, for the sample run.
-    """
-
-    original: Engine
-    file: Path
-    inputs: Mapping[str, Array]
+    original: Engine  # the engine
+    file: Path  # file that the engine exported
+    inputs: Mapping[str, Array]  # a batch, for the sample run
 
     @classmethod
     @contextmanager

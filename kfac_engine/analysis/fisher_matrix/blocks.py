@@ -38,15 +38,11 @@ Places = NDArray[np.intp]
 
 @dataclass(frozen=True)
 class ParameterVector:
-    """The concatenation of all parameters, each in row-major order.
+    """The concatenation of all parameters, each in row-major order."""
 
-    Attributes:
-        shapes: Shapes by parameter name, in the order of the concatenation.
-        slices: The slices that blocks use, by parameter name.
-    """
-
+    # Shapes by parameter name, in the order of the concatenation.
     shapes: Mapping[str, tuple[int, ...]]
-    slices: Mapping[str, Sequence[ParameterSlice]]
+    slices: Mapping[str, Sequence[ParameterSlice]]  # the slices that blocks use, by parameter name
 
     @cached_property
     def starts(self) -> dict[str, int]:
@@ -144,17 +140,12 @@ _OVERSAMPLING, _LOW_RANK, _TRACE_ERRORS = 8, 0.25, 64
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Spectrum:
-    """A block as eigenvalues and eigenvectors.
+    """A block as eigenvalues and eigenvectors."""
 
-    Attributes:
-        eigenvalues: ``s ≥ 0``, ``(g, d_in, d_out)``.
-        left: ``U``, ``(g, d_in, d_in)``, eigenvectors as columns; None for the identity.
-        right: ``W``, ``(g, d_out, d_out)``; None for the identity.
-    """
-
-    eigenvalues: Float
+    eigenvalues: Float  # ``s ≥ 0``, ``(g, d_in, d_out)``
+    # ``U``, ``(g, d_in, d_in)``, eigenvectors as columns; None for the identity.
     left: Float | None = None
-    right: Float | None = None
+    right: Float | None = None  # ``W``, ``(g, d_out, d_out)``; None for the identity
 
     def into(self, V: Float) -> Float:
         """Return ``Uᵀ V W``: vectors ``(…, g, d_in, d_out)`` in the basis of the eigenvectors."""
@@ -255,49 +246,33 @@ UNUSED = "0"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Part:
-    """Rows of a block whose eigenvectors are zero in all its other rows.
+    """Rows of a block whose eigenvectors are zero in all its other rows."""
 
-    Attributes:
-        parameters: Names of the parameters of the rows.
-        key: Name of the parameter, or of the slice of it, that has the rows; a tuple for several.
-        rows: Rows of the packed matrices.
-    """
-
-    parameters: tuple[str, ...]
+    parameters: tuple[str, ...]  # names of the parameters of the rows
+    # Name of the parameter, or of the slice of it, that has the rows; a tuple for several.
     key: Params
-    rows: slice
+    rows: slice  # rows of the packed matrices
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class InputMoment:
-    """The second moment of the inputs of a layer, in the eigenvectors of its block.
+    """The second moment of the inputs of a layer, in the eigenvectors of its block."""
 
-    Attributes:
-        eigenvalues: Eigenvalues of the mean of ``a aᵀ`` over examples and positions, ``(g, d_in)``.
-        positions: Mean number of uses × positions of an example.
-    """
-
+    # Eigenvalues of the mean of ``a aᵀ`` over examples and positions, ``(g, d_in)``.
     eigenvalues: Float
-    positions: float
+    positions: float  # mean number of uses × positions of an example
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Block:
-    """A block of the Fisher matrix.
+    """A block of the Fisher matrix."""
 
-    Attributes:
-        parts: Its parameters, with the rows of each.
-        places: Place of each entry of a packed vector among all parameters, ``(g, d_in, d_out)``.
-        spectrum: Eigenvalues and eigenvectors.
-        formula: The block in a few symbols.
-        inputs: Second moment of the inputs; None where it was not measured.
-    """
-
-    parts: tuple[Part, ...]
+    parts: tuple[Part, ...]  # its parameters, with the rows of each
+    # Place of each entry of a packed vector among all parameters, ``(g, d_in, d_out)``.
     places: Places
-    spectrum: Spectrum
-    formula: str = ""
-    inputs: InputMoment | None = None
+    spectrum: Spectrum  # eigenvalues and eigenvectors
+    formula: str = ""  # the block in a few symbols
+    inputs: InputMoment | None = None  # second moment of the inputs; None where it was not measured
 
     @property
     def parameters(self) -> tuple[str, ...]:

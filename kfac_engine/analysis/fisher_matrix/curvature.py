@@ -46,18 +46,14 @@ Damping = float | Mapping[str, float]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ExampleTile:
-    """Derivatives of consecutive examples with respect to the parameters of one layer.
+    """Derivatives of consecutive examples with respect to the parameters of one layer."""
 
-    Attributes:
-        examples: Numbers of the examples in the batch.
-        arrays: Derivatives by parameter name, in float64. Gradients are ``(m, *shape)`` for ``m``
-            examples, rows of Jacobians ``(m, k, *shape)`` for ``k`` values of an example. If
-            several layers have parts of a parameter, the entries of other layers are zero.
-            ``Curvature.multiply`` needs all parameters of a block, so that such a tile has the
-            parameters of the other layers as well, as zeros.
-    """
-
-    examples: slice
+    examples: slice  # numbers of the examples in the batch
+    # Derivatives by parameter name, in float64. Gradients are ``(m, *shape)`` for ``m`` examples,
+    # rows of Jacobians ``(m, k, *shape)`` for ``k`` values of an example. If several layers have
+    # parts of a parameter, the entries of other layers are zero. ``Curvature.multiply`` needs all
+    # parameters of a block, so that such a tile has the parameters of the other layers as well, as
+    # zeros.
     arrays: Mapping[str, Array]
 
     def without_sources(self) -> "ExampleTile":

@@ -32,17 +32,11 @@ from kfac_engine.layers.match import LayerMatch
 
 @dataclass(frozen=True, slots=True)
 class Decomposer:
-    """Converts blocks of an estimator to blocks of a curvature.
+    """Converts blocks of an estimator to blocks of a curvature."""
 
-    Attributes:
-        vector: All parameters.
-        to_numpy: Copies an array of the backend to the host.
-        separate: Whether the parameters of a block are uncorrelated.
-    """
-
-    vector: ParameterVector
-    to_numpy: Callable[[Array], Array]
-    separate: bool
+    vector: ParameterVector  # all parameters
+    to_numpy: Callable[[Array], Array]  # copies an array of the backend to the host
+    separate: bool  # whether the parameters of a block are uncorrelated
 
     def decompose(
         self, block: FisherBlock, inputs: Float | None = None
@@ -108,17 +102,11 @@ class Decomposer:
 
 @dataclass(frozen=True, slots=True)
 class _Spectra:
-    """Eigenvalues and eigenvectors of a block of each form.
+    """Eigenvalues and eigenvectors of a block of each form."""
 
-    Attributes:
-        decomposer: Reads the factors.
-        block: The block.
-        inputs: Eigenvalues of the input factor, for a block whose basis is set.
-    """
-
-    decomposer: Decomposer
+    decomposer: Decomposer  # reads the factors
     block: FisherBlock
-    inputs: Float | None
+    inputs: Float | None  # eigenvalues of the input factor, for a block whose basis is set
 
     def product(
         self, A: FisherFactor, G: FisherFactor, scale: float
@@ -168,15 +156,10 @@ def _names(block: FisherBlock) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Layout:
-    """The division of the parameters of a model into blocks.
+    """The division of the parameters of a model into blocks."""
 
-    Attributes:
-        assembly: The model with its layers.
-        options: What is measured.
-    """
-
-    assembly: Assembly
-    options: CurvatureOptions
+    assembly: Assembly  # the model with its layers
+    options: CurvatureOptions  # what is measured
 
     @cached_property
     def vector(self) -> ParameterVector:

@@ -40,20 +40,14 @@ _MATRICES_OF_ALL = 5
 
 @dataclass(slots=True)
 class ExampleMoments:
-    """Sums of products and squares of the gradients of single examples.
+    """Sums of products and squares of the gradients of single examples."""
 
-    Attributes:
-        assembly: The model with its layers.
-        places: For each layer, the places of its entries among all parameters.
-        scratch_bytes: Bound of the memory of the gradients of a tile of examples.
-        matrix: ``Σ g gᵀ`` over all parameters, ``(size, size)``; None if it is not measured.
-        squares: ``Σ g²``, packed, by number of the layer, for the layers that are measured.
-    """
-
-    assembly: Assembly
-    places: list[Places]
-    scratch_bytes: int
+    assembly: Assembly  # the model with its layers
+    places: list[Places]  # for each layer, the places of its entries among all parameters
+    scratch_bytes: int  # bound of the memory of the gradients of a tile of examples
+    # ``Σ g gᵀ`` over all parameters, ``(size, size)``; None if it is not measured.
     matrix: Float | None = None
+    # ``Σ g²``, packed, by number of the layer, for the layers that are measured.
     squares: dict[int, Float] = field(default_factory=dict)
 
     @property
@@ -180,31 +174,22 @@ def measured(
 
 @dataclass(slots=True)
 class _Measurement:
-    """The state of a measurement.
+    """The state of a measurement."""
 
-    Attributes:
-        model: The model with its losses.
-        layout: Its blocks.
-        estimator: The statistics of layers.
-        moments: Sums over gradients of single examples; ``prepare`` sets them.
-        examples: Examples so far.
-        log_likelihood: Sum of the log-likelihoods of the targets so far; None without targets.
-        predictions: Number of values so far that the losses read, each with its weight.
-        draws: The draws of the user that are not used yet, by name of targets.
-        inputs: Number of a layer whose basis is set to the eigenvalues of its input factor.
-        averages: Bytes of the averages of factors, which the first batch allocates.
-    """
-
-    model: TrainableModel
-    layout: Layout
-    estimator: FisherEstimator
+    model: TrainableModel  # the model with its losses
+    layout: Layout  # its blocks
+    estimator: FisherEstimator  # the statistics of layers
+    # Sums over gradients of single examples; ``prepare`` sets them.
     moments: ExampleMoments = field(init=False)
-    examples: int = 0
+    examples: int = 0  # examples so far
+    # Sum of the log-likelihoods of the targets so far; None without targets.
     log_likelihood: float | None = 0.0
-    predictions: float = 0
+    predictions: float = 0  # number of values so far that the losses read, each with its weight
+    # The draws of the user that are not used yet, by name of targets.
     draws: dict[str, Array] = field(default_factory=dict)
+    # Number of a layer whose basis is set to the eigenvalues of its input factor.
     inputs: dict[int, Float] = field(default_factory=dict)
-    averages: int = 0
+    averages: int = 0  # bytes of the averages of factors, which the first batch allocates
 
     def prepare(self) -> None:
         """Check the memory, and allocate what is measured from gradients of single examples.

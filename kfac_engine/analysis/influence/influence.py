@@ -29,16 +29,11 @@ class Products:
     The vectors are in the basis of the eigenvectors of the block. At first, the gradients are
     rotated into this basis. When the gradients so far have had more rows than the vectors, the
     vectors are rotated back once, and later gradients are not rotated.
-
-    Attributes:
-        vectors: ``(q, g, d_in, d_out)``.
-        rows: Number of rows of gradients so far.
-        is_back: Whether the vectors are rotated back.
     """
 
-    vectors: Float
-    rows: int = 0
-    is_back: bool = False
+    vectors: Float  # ``(q, g, d_in, d_out)``
+    rows: int = 0  # number of rows of gradients so far
+    is_back: bool = False  # whether the vectors are rotated back
 
     def of(self, gradients: Gradients, spectrum: Spectrum) -> Float:
         """Return the inner products with gradients that are not rotated, ``(q, m)``.

@@ -34,17 +34,11 @@ _FACTORS = 16
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Group:
-    """Parameters with one prior precision.
+    """Parameters with one prior precision."""
 
-    Attributes:
-        parameters: Their names.
-        eigenvalues: Eigenvalues of their blocks of the mean Fisher matrix.
-        square: Sum of the squares of the parameters.
-    """
-
-    parameters: tuple[str, ...]
-    eigenvalues: Float
-    square: float
+    parameters: tuple[str, ...]  # their names
+    eigenvalues: Float  # eigenvalues of their blocks of the mean Fisher matrix
+    square: float  # sum of the squares of the parameters
 
     def value(self, scale: float, precision: float) -> float:
         """Return the term of the evidence, ``−½ (Σ log(1 + hs/λ) + λ Σ θ²)``."""
@@ -66,15 +60,10 @@ class Group:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Evidence:
-    """The evidence as a function of prior and noise.
+    """The evidence as a function of prior and noise."""
 
-    Attributes:
-        likelihood: The likelihood at the parameters.
-        groups: All parameters, divided into groups.
-    """
-
-    likelihood: Likelihood
-    groups: tuple[Group, ...]
+    likelihood: Likelihood  # the likelihood at the parameters
+    groups: tuple[Group, ...]  # all parameters, divided into groups
 
     @classmethod
     def of(cls, curvature: Curvature, likelihood: Likelihood, prior: Prior) -> "Evidence":

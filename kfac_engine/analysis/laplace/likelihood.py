@@ -25,20 +25,13 @@ class Likelihood:
 
     A loss ``normal`` on means has the variance ``v`` in the file (½ by default). The noise ``σ``
     replaces it: the Fisher matrix is then multiplied by ``v/σ²``.
-
-    Attributes:
-        examples: Number ``n`` of examples.
-        log_likelihood: ``Σ log p(y|x, θ)`` of the loss; None without targets.
-        temperature: ``T > 0``.
-        variance: ``v``; None for targets without noise.
-        predictions: Number ``m`` of predicted means of all examples, each with its weight.
     """
 
-    examples: int
-    log_likelihood: float | None
-    temperature: float
-    variance: float | None = None
-    predictions: float = 0
+    examples: int  # number ``n`` of examples
+    log_likelihood: float | None  # ``Σ log p(y|x, θ)`` of the loss; None without targets
+    temperature: float  # ``T > 0``
+    variance: float | None = None  # ``v``; None for targets without noise
+    predictions: float = 0  # number ``m`` of predicted means of all examples, each with its weight
 
     @classmethod
     def of(cls, curvature: Curvature, temperature: float) -> "Likelihood":
@@ -110,14 +103,9 @@ class Likelihood:
 
 @dataclass(frozen=True, slots=True)
 class Outputs:
-    """The value that a loss reads.
+    """The value that a loss reads."""
 
-    Attributes:
-        curvature: The curvature of the model.
-        loss: The loss.
-    """
-
-    curvature: Curvature
+    curvature: Curvature  # the curvature of the model
     loss: LossFunction
 
     @classmethod

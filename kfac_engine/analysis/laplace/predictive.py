@@ -33,16 +33,11 @@ from kfac_engine.system import memory_limits
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Logits:
-    """Normal distributions of logits.
+    """Normal distributions of logits."""
 
-    Attributes:
-        mean: ``(n, k)``.
-        covariance: ``(n, k, k)``.
-        exclusive: Whether one of the classes is right (softmax), or any number of them (sigmoid).
-    """
-
-    mean: Float
-    covariance: Float
+    mean: Float  # ``(n, k)``
+    covariance: Float  # ``(n, k, k)``
+    # Whether one of the classes is right (softmax), or any number of them (sigmoid).
     exclusive: bool
 
     @property
@@ -169,13 +164,9 @@ class Predictive:
 
 @dataclass(frozen=True, slots=True)
 class Linearization:
-    """Computes means and covariances of outputs.
+    """Computes means and covariances of outputs."""
 
-    Attributes:
-        curvature: The curvature whose blocks the parameters have.
-    """
-
-    curvature: Curvature
+    curvature: Curvature  # the curvature whose blocks the parameters have
 
     def variances(
         self, inputs: Mapping[str, Array], powers: Sequence[Mapping[int, Float]]

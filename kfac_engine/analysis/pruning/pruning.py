@@ -129,15 +129,10 @@ Mask = NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True)
 class Pattern:
-    """At most ``nonzeros`` of ``size`` consecutive weights of an output differ from zero.
+    """At most ``nonzeros`` of ``size`` consecutive weights of an output differ from zero."""
 
-    Attributes:
-        nonzeros: Largest number of weights that differ from zero.
-        size: Number of consecutive weights, in the order of the inputs of a layer.
-    """
-
-    nonzeros: int
-    size: int
+    nonzeros: int  # largest number of weights that differ from zero
+    size: int  # number of consecutive weights, in the order of the inputs of a layer
 
     @classmethod
     def parsed(cls, text: str) -> "Pattern":

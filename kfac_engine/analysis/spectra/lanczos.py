@@ -26,15 +26,10 @@ _TINY = 1e-12
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """An estimate from several random vectors.
+    """An estimate from several random vectors."""
 
-    Attributes:
-        value: Their mean.
-        standard_error: Standard deviation of the mean; infinite for a single random vector.
-    """
-
-    value: float
-    standard_error: float
+    value: float  # their mean
+    standard_error: float  # standard deviation of the mean; infinite for a single random vector
 
 
 @dataclass(frozen=True, slots=True, eq=False)

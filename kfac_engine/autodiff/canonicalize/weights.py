@@ -127,21 +127,13 @@ def _without_scale(node: Node, names: dict[str, str]) -> Node:
 
 @dataclass(frozen=True, slots=True)
 class _Factor:
-    """A number that multiplies or divides an operand.
+    """A number that multiplies or divides an operand."""
 
-    Attributes:
-        op: ``"Mul"`` or ``"Div"``.
-        constant: Name of the constant.
-        weight: Name of the scaled value.
-        source: Name of the scaling node.
-        operand: Index of the operand.
-    """
-
-    op: str
-    constant: str
-    weight: str
-    source: str
-    operand: int = 0
+    op: str  # ``"Mul"`` or ``"Div"``
+    constant: str  # name of the constant
+    weight: str  # name of the scaled value
+    source: str  # name of the scaling node
+    operand: int = 0  # index of the operand
 
     def applied(self, node: Node) -> tuple[Node, Node]:
         """Return a node that scales an operand of ``node``, and the node that reads the result."""

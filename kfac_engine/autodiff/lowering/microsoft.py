@@ -260,21 +260,13 @@ _TO_HEADS = (0, 2, 1, 3)
 
 @dataclass(frozen=True, slots=True)
 class _Form:
-    """The options that all attention operators have.
+    """The options that all attention operators have."""
 
-    Attributes:
-        scale: Factor of the scores; zero for 1 / √size.
-        masked: Number that is added to the score of a padding key.
-        causal: Whether a query cannot see later keys.
-        window: Number of visible keys before the position of the query; negative for all.
-        softcap: Soft upper limit of the scores; zero for no limit.
-    """
-
-    scale: float
-    masked: float = 0.0
-    causal: bool = False
-    window: int = -1
-    softcap: float = 0.0
+    scale: float  # factor of the scores; zero for 1 / √size
+    masked: float = 0.0  # number that is added to the score of a padding key
+    causal: bool = False  # whether a query cannot see later keys
+    window: int = -1  # number of visible keys before the position of the query; negative for all
+    softcap: float = 0.0  # soft upper limit of the scores; zero for no limit
 
 
 # Operands in the order of the schemas. A minus marks those that are refused.

@@ -117,41 +117,27 @@ State: TypeAlias = tuple[str, ...]
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """The weights of one direction.
+    """The weights of one direction."""
 
-    Attributes:
-        W: Weights of the input, ``(gates·h, d)``.
-        R: Weights of the state, ``(gates·h, h)``. A GRU that resets the state before the product
-            has two parts, for the gates and for the candidate.
-        bias_w: Bias of the product with ``W``; ``""`` without a bias.
-        bias_r: Biases of the products with ``R``.
-        peepholes: Weights ``(h,)`` of an LSTM for input, output and forget gate; ``""`` if omitted.
-    """
-
-    W: str
+    W: str  # weights of the input, ``(gates·h, d)``
+    # Weights of the state, ``(gates·h, h)``. A GRU that resets the state before the product has two
+    # parts, for the gates and for the candidate.
     R: tuple[str, ...]
-    bias_w: str
-    bias_r: tuple[str, ...]
+    bias_w: str  # bias of the product with ``W``; ``""`` without a bias
+    bias_r: tuple[str, ...]  # biases of the products with ``R``
+    # Weights ``(h,)`` of an LSTM for input, output and forget gate; ``""`` if omitted.
     peepholes: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Kit:
-    """The parts that a cell needs to write a step.
+    """The parts that a cell needs to write a step."""
 
-    Attributes:
-        b: Receives the nodes.
-        node: The recurrent node.
-        hidden: Size of the state.
-        activations: Functions that write the activations f, g and h.
-        clip: Function that clips the operands of f and g; the identity without ``clip``.
-    """
-
-    b: LoweringBuilder
-    node: Node
-    hidden: int
-    activations: tuple[Activation, ...]
-    clip: Activation
+    b: LoweringBuilder  # receives the nodes
+    node: Node  # the recurrent node
+    hidden: int  # size of the state
+    activations: tuple[Activation, ...]  # functions that write the activations f, g and h
+    clip: Activation  # function that clips the operands of f and g; the identity without ``clip``
 
     def one_minus(self, value: str) -> str:
         return self.b.op("Sub", self.b.scalar(1, self.node.inputs[0]), value)
@@ -232,19 +218,12 @@ def _sum_of_products(kit: Kit, weights: Weights, x: str, h: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """The properties of LSTM, GRU or RNN.
+    """The properties of LSTM, GRU or RNN."""
 
-    Attributes:
-        cell: Function that writes a step.
-        gates: Number of blocks of rows in the weights.
-        states: Number of states.
-        activations: Default activations.
-    """
-
-    cell: Cell
-    gates: int
-    states: int
-    activations: tuple[str, ...]
+    cell: Cell  # function that writes a step
+    gates: int  # number of blocks of rows in the weights
+    states: int  # number of states
+    activations: tuple[str, ...]  # default activations
 
 
 KINDS: Mapping[str, Kind] = {

@@ -24,14 +24,10 @@ from kfac_engine.graph.structure import Node
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """An interpolation kernel along one axis.
+    """An interpolation kernel along one axis."""
 
-    Attributes:
-        offsets: Offsets of the taps from the pixel below the position.
-        powers: Coefficients of the weight of each tap, by ascending powers of the distance.
-    """
-
-    offsets: tuple[int, ...]
+    offsets: tuple[int, ...]  # offsets of the taps from the pixel below the position
+    # Coefficients of the weight of each tap, by ascending powers of the distance.
     powers: tuple[tuple[float, ...], ...]
 
 
@@ -57,17 +53,11 @@ KERNELS: Mapping[str, Kernel] = {
 
 @dataclass(frozen=True, slots=True)
 class Taps:
-    """The taps of all positions along one axis, with their weights.
+    """The taps of all positions along one axis, with their weights."""
 
-    Attributes:
-        pixels: Indices of existing pixels, int64, ``(*places, taps)``.
-        weights: Weights of the pixels, ``(*places, taps)``.
-        side: Number of pixels, a 0-d int64.
-    """
-
-    pixels: str
-    weights: str
-    side: str
+    pixels: str  # indices of existing pixels, int64, ``(*places, taps)``
+    weights: str  # weights of the pixels, ``(*places, taps)``
+    side: str  # number of pixels, a 0-d int64
 
 
 class Axis:

@@ -171,15 +171,10 @@ def _is_faster_outside(b: VjpBuilder, node: Node, window: SlidingWindow, group: 
 
 @dataclass(frozen=True, slots=True)
 class _Shifts:
-    """The spatial axes along which the cotangent and the image are shifted.
+    """The spatial axes along which the cotangent and the image are shifted."""
 
-    Attributes:
-        cut: Number of leading spatial axes along which the cotangent is shifted.
-        written: Number of entries of both shifted operands for each position of the result.
-    """
-
-    cut: int
-    written: int
+    cut: int  # number of leading spatial axes along which the cotangent is shifted
+    written: int  # number of entries of both shifted operands for each position of the result
 
 
 def _shifts(b: VjpBuilder, node: Node, window: SlidingWindow) -> _Shifts | None:

@@ -12,19 +12,12 @@ from kfac_engine.graph.structure import Node
 
 @dataclass(frozen=True, slots=True)
 class _Reduction:
-    """The names of operands and cotangent of a reduction.
+    """The names of operands and cotangent of a reduction."""
 
-    Attributes:
-        x: Operand of the reduction.
-        y: Result, with the reduced axes as axes of size one.
-        g: Cotangent of the result, with the same axes.
-        axes: Reduced axes, int64.
-    """
-
-    x: str
-    y: str
-    g: str
-    axes: str
+    x: str  # operand of the reduction
+    y: str  # result, with the reduced axes as axes of size one
+    g: str  # cotangent of the result, with the same axes
+    axes: str  # reduced axes, int64
 
 
 def _reduction(b: VjpBuilder, node: Node, g: Cotangents) -> _Reduction:

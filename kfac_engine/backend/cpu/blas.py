@@ -24,15 +24,10 @@ _LARGEST = 2**31 - 1  # largest size or stride in the 32-bit integers of BLAS
 
 
 class Layout(NamedTuple):
-    """Memory layout of a matrix that BLAS can read.
+    """Memory layout of a matrix that BLAS can read."""
 
-    Attributes:
-        row_major: Whether elements of a row are adjacent; otherwise elements of a column are.
-        leading: Number of elements from one row (or column) to the next.
-    """
-
-    row_major: bool
-    leading: int
+    row_major: bool  # whether elements of a row are adjacent; otherwise elements of a column are
+    leading: int  # number of elements from one row (or column) to the next
 
 
 def layout(x: Array) -> Layout | None:

@@ -36,25 +36,16 @@ _TO_COPY = 16
 
 @dataclass(frozen=True, slots=True)
 class Correlation:
-    """Geometry of the sums of cotangent times pixel over images and positions, for every tap.
+    """Geometry of the sums of cotangent times pixel over images and positions, for every tap."""
 
-    Attributes:
-        window: Geometry of the convolution.
-        cut: Number of leading axes, all of stride one, along which the cotangent is shifted and
-            positions are pixels. Along the other axes the image is shifted and positions are
-            outputs.
-        groups: Number of groups of channels.
-        ins: Channels of the image in a group.
-        outs: Channels of the cotangent in a group.
-        spatial_shape: Shape of the image.
-    """
-
-    window: Window
+    window: Window  # geometry of the convolution
+    # Number of leading axes, all of stride one, along which the cotangent is shifted and positions
+    # are pixels. Along the other axes the image is shifted and positions are outputs.
     cut: int
-    groups: int
-    ins: int
-    outs: int
-    spatial_shape: tuple[int, ...]
+    groups: int  # number of groups of channels
+    ins: int  # channels of the image in a group
+    outs: int  # channels of the cotangent in a group
+    spatial_shape: tuple[int, ...]  # shape of the image
 
     @property
     def grid(self) -> tuple[int, ...]:

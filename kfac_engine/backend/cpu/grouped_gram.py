@@ -57,23 +57,17 @@ CACHE_BYTES = _PLANS * _PLAN_BYTES
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """The sums over positions, and the entries of the result that they are added to.
+    """The sums over positions, and the entries of the result that they are added to."""
 
-    Attributes:
-        shifts: For each offset, the distance in memory from a pixel to its partner.
-        channels: For each offset, the channels ``v`` of a group for which ``v + δ`` is a channel.
-        seen: For each offset and each axis but the channels, a matrix ``(length, taps)``. It is 1
-            where tap ``v`` sees a pixel at an output and tap ``v + δ`` sees another pixel of the
-            image. Offsets share matrices.
-        rows: Features of the larger of the two taps, over all offsets.
-        columns: Features of the smaller tap.
-    """
-
-    shifts: tuple[int, ...]
+    shifts: tuple[int, ...]  # for each offset, the distance in memory from a pixel to its partner
+    # For each offset, the channels ``v`` of a group for which ``v + δ`` is a channel.
     channels: tuple[slice, ...]
+    # For each offset and each axis but the channels, a matrix ``(length, taps)``. It is 1 where tap
+    # ``v`` sees a pixel at an output and tap ``v + δ`` sees another pixel of the image. Offsets
+    # share matrices.
     seen: tuple[tuple[Array, ...], ...]
-    rows: Array
-    columns: Array
+    rows: Array  # features of the larger of the two taps, over all offsets
+    columns: Array  # features of the smaller tap
 
 
 def grouped_second_moment(

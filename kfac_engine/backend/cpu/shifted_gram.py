@@ -123,17 +123,11 @@ Call: TypeAlias = Callable[[], object]
 
 @dataclass(frozen=True, slots=True)
 class Resources:
-    """Limits of the computation of one Gram matrix.
+    """Limits of the computation of one Gram matrix."""
 
-    Attributes:
-        workers: Threads.
-        chunk_bytes: Bound of the copies of patches.
-        numbers: Bound of all other scratch memory of all threads together, in entries.
-    """
-
-    workers: Workers
-    chunk_bytes: int
-    numbers: int
+    workers: Workers  # threads
+    chunk_bytes: int  # bound of the copies of patches
+    numbers: int  # bound of all other scratch memory of all threads together, in entries
 
 
 def add_shifted_gram(

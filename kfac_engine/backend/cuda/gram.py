@@ -61,17 +61,12 @@ Terms = Mapping[tuple[int, int], Sequence[tuple[Product, bool]]]
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """The products of all tiles, before they are divided into pieces.
+    """The products of all tiles, before they are divided into pieces."""
 
-    Attributes:
-        aligned: Whether the number of channels is a multiple of the tile size.
-        grids: Boxes of output positions as ``(begins, outputs)``.
-        terms: The products of each tile of the lower triangle, with True for subtraction.
-    """
-
-    aligned: bool
+    aligned: bool  # whether the number of channels is a multiple of the tile size
+    # Boxes of output positions as ``(begins, outputs)``.
     grids: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
-    terms: Terms
+    terms: Terms  # the products of each tile of the lower triangle, with True for subtraction
 
     def positions(self, grid: int) -> int:
         """Return the number of output positions of one image."""
@@ -210,17 +205,12 @@ def _pass(recipe: Recipe, images: int, length: int, group: Terms) -> Pass:
 
 @dataclass(frozen=True, slots=True)
 class Slab:
-    """A box of output positions that see the image through the same taps.
+    """A box of output positions that see the image through the same taps."""
 
-    Attributes:
-        axis: Spatial axis along which the box is outside the outputs of the window.
-        taps: Adjacent taps of this axis that see a pixel, combined with all taps of the other axes.
-        window: Window over these positions with these taps.
-    """
-
-    axis: int
+    axis: int  # spatial axis along which the box is outside the outputs of the window
+    # Adjacent taps of this axis that see a pixel, combined with all taps of the other axes.
     taps: slice
-    window: Window
+    window: Window  # window over these positions with these taps
 
 
 def full_grid(window: Window, spatial_shape: tuple[int, ...]) -> tuple[range, ...]:

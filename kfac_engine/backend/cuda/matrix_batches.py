@@ -32,33 +32,22 @@ _NO_FLOOR = Floor(0.0, 0.0)
 
 
 class Outcome(NamedTuple):
-    """Result of an operation on one matrix, with numbers read from the device.
+    """Result of an operation on one matrix, with numbers read from the device."""
 
-    Attributes:
-        result: Result of the operation, on the device.
-        facts: Three numbers: 1 if the matrix is zero, the added damping, and the trace of the
-            undamped matrix.
-        numbers: Numbers that the operation returned.
-    """
-
-    result: Any
+    result: Any  # result of the operation, on the device
+    # Three numbers: 1 if the matrix is zero, the added damping, and the trace of the undamped
+    # matrix.
     facts: Array
-    numbers: Array
+    numbers: Array  # numbers that the operation returned
 
 
 @dataclass(frozen=True, slots=True)
 class DampedMatrices:
-    """Matrices with their dampings.
+    """Matrices with their dampings."""
 
-    Attributes:
-        matrices: Square matrices of any sizes and types.
-        dampings: The damping of each matrix; zeros if None.
-        floored: Whether dampings are raised to the rounding error of the eigenvalues.
-    """
-
-    matrices: Sequence[Array]
-    dampings: Sequence[float] | None = None
-    floored: bool = False
+    matrices: Sequence[Array]  # square matrices of any sizes and types
+    dampings: Sequence[float] | None = None  # the damping of each matrix; zeros if None
+    floored: bool = False  # whether dampings are raised to the rounding error of the eigenvalues
 
     def dampings_of(self, indices: Sequence[int]) -> Array:
         """Return the dampings of the matrices with these indices, float64."""

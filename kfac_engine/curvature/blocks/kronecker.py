@@ -71,18 +71,14 @@ def _line(d: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """The form of a factor of a Kronecker block.
+    """The form of a factor of a Kronecker block."""
 
-    Attributes:
-        statistic: Creates the statistic; takes the arguments of ``KroneckerMoment``.
-        factor: Class of the factor.
-        shape: Returns the shape of the average for a matrix of a given size.
-        sized: Returns the form for a matrix of a given size; None for one form of all sizes.
-    """
-
+    # Creates the statistic; takes the arguments of ``KroneckerMoment``.
     statistic: Callable[..., KroneckerMoment]
-    factor: type[FisherFactor]
+    factor: type[FisherFactor]  # class of the factor
+    # Returns the shape of the average for a matrix of a given size.
     shape: Callable[[int], tuple[int, ...]] = _square
+    # Returns the form for a matrix of a given size; None for one form of all sizes.
     sized: "Callable[[int], Side] | None" = None
 
     def of(self, d: int) -> "Side":

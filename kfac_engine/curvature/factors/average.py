@@ -20,23 +20,19 @@ class MovingAverage:
 
     The examples of batches may have different numbers of rows. A mean over rows then has the
     weight of a batch times its number of rows for each example.
-
-    Attributes:
-        value: The average; None before the first batch. Updates change it in place.
-        weight: Total weight; zero before the first update.
-        repeats: Mean number of rows of an example, debiased; None before the first update.
-        rest: Function that writes the entries that updates leave out, such as the upper triangle
-            of a symmetric matrix; None if the value is complete. Updates set it, and the next
-            ``read`` calls it.
-        name: Name of the statistic, for messages.
-        divided: Whether the value is the share of this process in a sum over several processes.
     """
 
+    # The average; None before the first batch. Updates change it in place.
     value: Array | None = None
-    weight: float = 0.0
+    weight: float = 0.0  # total weight; zero before the first update
+    # Mean number of rows of an example, debiased; None before the first update.
     repeats: float | None = None
+    # Function that writes the entries that updates leave out, such as the upper triangle of a
+    # symmetric matrix; None if the value is complete. Updates set it, and the next ``read`` calls
+    # it.
     rest: Callable[[Array], None] | None = None
-    name: str = "a moving average"
+    name: str = "a moving average"  # name of the statistic, for messages
+    # Whether the value is the share of this process in a sum over several processes.
     divided: bool = False
 
     def coefficients(

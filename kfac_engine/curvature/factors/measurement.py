@@ -27,16 +27,11 @@ def type_of_mean(values: Values, names: Iterable[str]) -> DType:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Measurement:
-    """The mean of a statistic over a batch, or over a part of it.
+    """The mean of a statistic over a batch, or over a part of it."""
 
-    Attributes:
-        array: The mean, which belongs to this measurement.
-        count: What the array is a mean over.
-        squared: Shape of the statistic, if the array has sums that the statistic squares.
-    """
-
-    array: Array
-    count: Count
+    array: Array  # the mean, which belongs to this measurement
+    count: Count  # what the array is a mean over
+    # Shape of the statistic, if the array has sums that the statistic squares.
     squared: tuple[int, ...] | None = None
 
     @property
@@ -72,23 +67,14 @@ class Measurement:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ToMeasure:
-    """A checked batch that a factor measures straight into its average, without a second matrix.
+    """A checked batch that a factor measures straight into its average, without a second matrix."""
 
-    Attributes:
-        values: The values of the batch.
-        sizes: Result of ``FisherFactor.check``.
-        count: Count of the whole batch.
-        names: Names of the values that the statistic reads.
-        work: Estimated number of multiplications.
-        part: Share of these values in the whole batch.
-    """
-
-    values: Values
-    sizes: Sizes
-    count: Count
-    names: tuple[str, ...]
-    work: float
-    part: float = 1.0
+    values: Values  # the values of the batch
+    sizes: Sizes  # result of ``FisherFactor.check``
+    count: Count  # count of the whole batch
+    names: tuple[str, ...]  # names of the values that the statistic reads
+    work: float  # estimated number of multiplications
+    part: float = 1.0  # share of these values in the whole batch
 
     @property
     def shape(self) -> tuple[int, ...]:

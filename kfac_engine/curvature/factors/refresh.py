@@ -34,22 +34,16 @@ def damping_id(damping_func: Damping) -> Hashable:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Request:
-    """An operation on a matrix that a factor needs for its refresh.
+    """An operation on a matrix that a factor needs for its refresh."""
 
-    Attributes:
-        operation: Row of ``OPERATIONS``.
-        matrix: Symmetric matrix ``(d, d)``, or a stack ``(g, d, d)``. ``"inverse"`` and
-            ``"cholesky"`` read its lower triangle only.
-        damping: Damping of ``"inverse"`` and ``"cholesky"``; a stack has a number for each matrix.
-        powers: Pairs of exponent and damping, of ``"powers"``.
-        clip: Least eigenvalue before damping, of ``"powers"``.
-    """
-
-    operation: str
+    operation: str  # row of ``OPERATIONS``
+    # Symmetric matrix ``(d, d)``, or a stack ``(g, d, d)``. ``"inverse"`` and ``"cholesky"`` read
+    # its lower triangle only.
     matrix: Array
+    # Damping of ``"inverse"`` and ``"cholesky"``; a stack has a number for each matrix.
     damping: Any = 0.0
-    powers: tuple[tuple[Any, Any], ...] = ()
-    clip: float = 0.0
+    powers: tuple[tuple[Any, Any], ...] = ()  # pairs of exponent and damping, of ``"powers"``
+    clip: float = 0.0  # least eigenvalue before damping, of ``"powers"``
 
 
 # Exponents of inverse roots, with the degree of the root.

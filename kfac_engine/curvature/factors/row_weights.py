@@ -27,53 +27,37 @@ from kfac_engine.losses.checks import Named
 
 @dataclass(frozen=True, slots=True)
 class LayerRows:
-    """The tensors of a layer; rows of inputs and outputs correspond.
+    """The tensors of a layer; rows of inputs and outputs correspond."""
 
-    Attributes:
-        inputs: Names of the input, over uses.
-        outputs: Names of the output, over uses.
-        view: Reads an output as rows.
-        input_view: Reads an input as rows.
-        num_uses: Number of uses.
-    """
-
-    inputs: Uses
-    outputs: Uses
-    view: View
-    input_view: View
-    num_uses: int
+    inputs: Uses  # names of the input, over uses
+    outputs: Uses  # names of the output, over uses
+    view: View  # reads an output as rows
+    input_view: View  # reads an input as rows
+    num_uses: int  # number of uses
 
 
 @dataclass(frozen=True, slots=True)
 class ExamplePlaces:
-    """Where values have the examples.
+    """Where values have the examples."""
 
-    Attributes:
-        axes: Axes of the examples, by name of a value; 0 where absent.
-        unplaced: Values whose rows belong to unknown examples, such as the nodes of graphs.
-        positions_first: Returns the values on whose axis of examples each position has the entries
-            of all examples, one after the other.
-    """
-
+    # Axes of the examples, by name of a value; 0 where absent.
     axes: Mapping[str, int] = field(default_factory=dict)
+    # Values whose rows belong to unknown examples, such as the nodes of graphs.
     unplaced: Collection[str] = ()
+    # Returns the values on whose axis of examples each position has the entries of all examples,
+    # one after the other.
     positions_first: Callable[[], Collection[str]] = frozenset
 
 
 @dataclass(frozen=True, slots=True)
 class ExampleWeights:
-    """The weights of the examples of a batch whose targets have weights.
+    """The weights of the examples of a batch whose targets have weights."""
 
-    Attributes:
-        weights: A number ≥ 0 for each example; None for ones.
-        partial: Whether an example has predictions that count and others that do not; None if it is
-            not known, because examples and positions share an axis.
-        places: Where values have the examples.
-    """
-
-    weights: Array | None
+    weights: Array | None  # a number ≥ 0 for each example; None for ones
+    # Whether an example has predictions that count and others that do not; None if it is not known,
+    # because examples and positions share an axis.
     partial: Array | None
-    places: ExamplePlaces
+    places: ExamplePlaces  # where values have the examples
 
     @classmethod
     def of(

@@ -22,19 +22,12 @@ Indices: TypeAlias = npt.NDArray[np.intp]
 
 @dataclass(frozen=True, slots=True)
 class _Draw:
-    """What is read of a tensor.
+    """What is read of a tensor."""
 
-    Attributes:
-        images: Indices of the images, ascending; None for all.
-        rows: Indices of the rows of these images, ascending; None for all.
-        length: Number of the images.
-        positions: Number of rows of an image.
-    """
-
-    images: Indices | None
-    rows: Indices | None
-    length: int
-    positions: int
+    images: Indices | None  # indices of the images, ascending; None for all
+    rows: Indices | None  # indices of the rows of these images, ascending; None for all
+    length: int  # number of the images
+    positions: int  # number of rows of an image
 
     @property
     def count(self) -> int:
@@ -63,20 +56,16 @@ class _Draw:
 
 @dataclass(frozen=True, slots=True)
 class SampledMoment(KroneckerMoment):
-    """Mean of ``x xᵀ`` over randomly drawn examples and positions.
-
-    Attributes:
-        sampling: Numbers of examples and positions to draw.
-        seed: Seed of the draws; the factor sets it for each batch.
-        rows: The rows of the batch that the tensors have; None for all. Draws are from the whole
-            batch, and the draws among the rows are measured. The mean over all ranks, weighted by
-            their examples, is the measurement of the whole batch.
-    """
+    """Mean of ``x xᵀ`` over randomly drawn examples and positions."""
 
     moment: ClassVar[str] = ""
 
-    sampling: Sampling = EVERYTHING
+    sampling: Sampling = EVERYTHING  # numbers of examples and positions to draw
+    # Seed of the draws; the factor sets it for each batch.
     seed: tuple[int, int] = field(default=(0, 0), compare=False, repr=False)
+    # The rows of the batch that the tensors have; None for all. Draws are from the whole batch, and
+    # the draws among the rows are measured. The mean over all ranks, weighted by their examples, is
+    # the measurement of the whole batch.
     rows: Rows | None = field(default=None, compare=False, repr=False)
 
     def batch_size(self, values: Values) -> int:

@@ -22,15 +22,10 @@ from kfac_engine.layers.views import View
 
 @dataclass(frozen=True, slots=True)
 class GroupedMoment(KroneckerMoment):
-    """Mean of ``x xᵀ`` over examples and positions, for each group: ``(groups, d, d)``.
+    """Mean of ``x xᵀ`` over examples and positions, for each group: ``(groups, d, d)``."""
 
-    Attributes:
-        groups: Number of groups of consecutive channels.
-        taps: Number of kernel entries in a row of features; 1 for outputs.
-    """
-
-    groups: int = 1
-    taps: int = 1
+    groups: int = 1  # number of groups of consecutive channels
+    taps: int = 1  # number of kernel entries in a row of features; 1 for outputs
 
     def shape(self, values: Values) -> tuple[int, ...]:
         d = group_width(self.features(values), self.groups, self.taps) + self.homogeneous

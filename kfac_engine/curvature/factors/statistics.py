@@ -46,24 +46,20 @@ def rows_name(name: str) -> str:
 
 
 class Statistic(ABC):
-    """A formula that is measured on a batch.
-
-    Attributes:
-        over_rows: Whether the measurement is a mean over rows; otherwise it is one over examples.
-        of_sums: Whether the measurement is a square of sums over a batch, which ``sums`` returns:
-            the sums over the parts of a batch are added before they are squared.
-        moment: Which part of ``mean x xᵀ`` over all rows the measurement is: ``"matrix"``, for each
-            group if there are groups, ``"blocks"`` or ``"diagonal"``; empty for none.
-        tensors: Names of the tensors that change from source to source.
-    """
+    """A formula that is measured on a batch."""
 
     __slots__ = ()
 
+    # Whether the measurement is a mean over rows; otherwise it is one over examples.
     over_rows: ClassVar[bool] = False
+    # Whether the measurement is a square of sums over a batch, which ``sums`` returns: the sums
+    # over the parts of a batch are added before they are squared.
     of_sums: ClassVar[bool] = False
+    # Which part of ``mean x xᵀ`` over all rows the measurement is: ``"matrix"``, for each group if
+    # there are groups, ``"blocks"`` or ``"diagonal"``; empty for none.
     moment: ClassVar[str] = ""
 
-    tensors: Tensors
+    tensors: Tensors  # names of the tensors that change from source to source
 
     @abstractmethod
     def names(self) -> tuple[str, ...]:
@@ -120,15 +116,11 @@ class Statistic(ABC):
 
 @dataclass(frozen=True, slots=True)
 class Count:
-    """What a measurement is a mean over; the counts of the parts of a batch add up.
+    """What a measurement is a mean over; the counts of the parts of a batch add up."""
 
-    Attributes:
-        examples: Number of examples.
-        rows: Number of rows, uses × positions of each example; the sum of their weights if they
-            have weights.
-    """
-
-    examples: int
+    examples: int  # number of examples
+    # Number of rows, uses × positions of each example; the sum of their weights if they have
+    # weights.
     rows: float
 
     @classmethod
@@ -146,41 +138,29 @@ class Count:
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Sizes of the measurement of a batch.
+    """Sizes of the measurement of a batch."""
 
-    Attributes:
-        shape: Shape of the measurement.
-        count: What the measurement is a mean over.
-    """
-
-    shape: tuple[int, ...]
-    count: Count
+    shape: tuple[int, ...]  # shape of the measurement
+    count: Count  # what the measurement is a mean over
 
 
 @dataclass(frozen=True, slots=True)
 class KroneckerMoment(Statistic):
-    """Mean of ``x xᵀ`` over uses, examples and positions: a factor of a Kronecker block.
-
-    Attributes:
-        tensors: Names ``[source][part]`` over uses.
-        view: Reads a tensor as rows.
-        homogeneous: Whether rows end with a one.
-        num_uses: Number of uses of the layer. A part with a single name has all uses in that
-            tensor.
-        batch: Name of a value whose first axis is the batch, such as the input of a loss. It
-            separates examples from positions and uses where the first axis of a tensor holds both.
-        exact: Whether the first axis of that value holds examples only; otherwise it may hold
-            positions as well.
-    """
+    """Mean of ``x xᵀ`` over uses, examples and positions: a factor of a Kronecker block."""
 
     over_rows: ClassVar[bool] = True
     moment: ClassVar[str] = "matrix"
 
-    tensors: Tensors
-    view: View
-    homogeneous: bool = False
+    tensors: Tensors  # names ``[source][part]`` over uses
+    view: View  # reads a tensor as rows
+    homogeneous: bool = False  # whether rows end with a one
+    # Number of uses of the layer. A part with a single name has all uses in that tensor.
     num_uses: int = 1
+    # Name of a value whose first axis is the batch, such as the input of a loss. It separates
+    # examples from positions and uses where the first axis of a tensor holds both.
     batch: str | None = None
+    # Whether the first axis of that value holds examples only; otherwise it may hold positions as
+    # well.
     exact: bool = False
     # Every part of every source, after the number of parts; and all names.
     _parts: Sequence[tuple[int, Uses]] = field(init=False, repr=False, compare=False)
@@ -370,15 +350,10 @@ class KroneckerDiagonal(KroneckerMoment):
 
 @dataclass(frozen=True, slots=True)
 class LayerPairs(Statistic):
-    """Base of statistics that read the input and the output gradient of a layer.
+    """Base of statistics that read the input and the output gradient of a layer."""
 
-    Attributes:
-        inputs: Names of the input of the layer, ``[part]``.
-        tensors: Names of output gradients, ``[source][part]``.
-    """
-
-    inputs: tuple[Uses, ...]
-    tensors: Tensors
+    inputs: tuple[Uses, ...]  # names of the input of the layer, ``[part]``
+    tensors: Tensors  # names of output gradients, ``[source][part]``
 
     def names(self) -> tuple[str, ...]:
         outputs = (n for source in self.tensors for part in source for n in part)
@@ -407,14 +382,11 @@ class LayerSquare(LayerPairs):
     Attributes:
         inputs: Names of the input of the layer, ``[part]``.
         tensors: Names of output gradients, ``[source][part]``.
-        input_view: Reads the inputs.
-        output_view: Reads the output gradients.
-        homogeneous: Whether the layer has a bias.
     """
 
-    input_view: View
-    output_view: View
-    homogeneous: bool
+    input_view: View  # reads the inputs
+    output_view: View  # reads the output gradients
+    homogeneous: bool  # whether the layer has a bias
 
     def shape(self, values: Values) -> tuple[int, ...]:
         d_in: dict[str, int] = {}
@@ -491,15 +463,11 @@ def scale(out: Array, beta: float) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ReducedMoment(KroneckerMoment):
-    """Mean over examples of ``x xᵀ``, where ``x`` is the mean or the sum of an example's rows.
-
-    Attributes:
-        mean: Whether rows are averaged (inputs) or summed (gradients).
-    """
+    """Mean over examples of ``x xᵀ``, where ``x`` is the mean or the sum of an example's rows."""
 
     moment: ClassVar[str] = ""
 
-    mean: bool = False
+    mean: bool = False  # whether rows are averaged (inputs) or summed (gradients)
 
     def shape(self, values: Values) -> tuple[int, ...]:
         batch = self._batch(values)
@@ -589,15 +557,12 @@ class GradientSquare(Statistic):
 
     It is the square of a sum, not a sum of squares: unbiased for independent examples whose
     gradients have mean zero, with a large variance.
-
-    Attributes:
-        tensors: Names of parameter gradients, ``[source][0]``, a tuple over parameters.
-        batch: Number of examples, or name of a value whose first axis is the batch, ``[part]``.
     """
 
     of_sums: ClassVar[bool] = True
 
-    tensors: Tensors
+    tensors: Tensors  # names of parameter gradients, ``[source][0]``, a tuple over parameters
+    # Number of examples, or name of a value whose first axis is the batch, ``[part]``.
     batch: tuple[int | str, ...]
 
     def names(self) -> tuple[str, ...]:
@@ -690,16 +655,14 @@ class ScaleShiftMoment(LayerPairs):
     Attributes:
         inputs: Names of the data before scaling, ``[part]``; empty without a scale.
         tensors: Names of output gradients, ``[source][part]``.
-        scale: Axes that are summed for the scale; None without a scale.
-        shift: Axes that are summed for the shift; None without a shift.
-        sets: For each use, the number of the set whose examples it has; empty if all uses have the
-            same examples. The gradient of an example is summed over the uses of its set.
-        batch: Name of a value with an entry for each example of all sets, if there are several.
     """
 
-    scale: BroadcastShape | None
-    shift: BroadcastShape | None
+    scale: BroadcastShape | None  # axes that are summed for the scale; None without a scale
+    shift: BroadcastShape | None  # axes that are summed for the shift; None without a shift
+    # For each use, the number of the set whose examples it has; empty if all uses have the same
+    # examples. The gradient of an example is summed over the uses of its set.
     sets: tuple[int, ...] = ()
+    # Name of a value with an entry for each example of all sets, if there are several.
     batch: str = ""
 
     def lengths(self) -> tuple[str, ...]:

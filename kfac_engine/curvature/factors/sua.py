@@ -33,20 +33,14 @@ from kfac_engine.layers.views import View
 
 @dataclass(frozen=True, slots=True)
 class PixelCovariance(KroneckerMoment):
-    """Covariance of pixels over examples and positions, ``(C, C)``, with the mean as last row.
-
-    Attributes:
-        taps: Number of pixels in a patch.
-        centred: Whether ``μ μᵀ`` is subtracted from the second moment.
-        with_mean: Whether the mean is measured: ``(C + 1, C)``.
-    """
+    """Covariance of pixels over examples and positions, ``(C, C)``, with the mean as last row."""
 
     of_sums: ClassVar[bool] = True
     moment: ClassVar[str] = ""
 
-    taps: int = 1
-    centred: bool = True
-    with_mean: bool = True
+    taps: int = 1  # number of pixels in a patch
+    centred: bool = True  # whether ``μ μᵀ`` is subtracted from the second moment
+    with_mean: bool = True  # whether the mean is measured: ``(C + 1, C)``
 
     @classmethod
     def configured(  # noqa: PLR0913 (the fields of a statistic)
@@ -115,17 +109,11 @@ class PixelCovariance(KroneckerMoment):
 
 @dataclass(frozen=True, slots=True)
 class _Matrix:
-    """The matrix ``blockdiag(I_κ ⊗ kernel, corner) + weight · update updateᵀ``, never formed.
+    """The matrix ``blockdiag(I_κ ⊗ kernel, corner) + weight · update updateᵀ``, never formed."""
 
-    Attributes:
-        kernel: ``(C, C)``.
-        update: ``(κ·C (+ 1),)``.
-        scalars: ``corner`` and ``weight``, float64.
-    """
-
-    kernel: Array
-    update: Array
-    scalars: Array
+    kernel: Array  # ``(C, C)``
+    update: Array  # ``(κ·C (+ 1),)``
+    scalars: Array  # ``corner`` and ``weight``, float64
 
     def times(self, x: Array) -> Array:
         """Multiply the matrix by ``x``, ``(κ·C (+ 1), k)``."""

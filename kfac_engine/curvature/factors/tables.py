@@ -139,17 +139,11 @@ _TINY = 1e-30  # least divisor
 
 @dataclass(frozen=True, slots=True)
 class TableRows(LayerPairs):
-    """Base of the statistics of a table: means over examples of sums over their rows.
+    """Base of the statistics of a table: means over examples of sums over their rows."""
 
-    Attributes:
-        ids: Reads token ids.
-        view: Reads features, and the gradients of all uses.
-        lookups: Number of uses by token ids. They come first, before the products.
-    """
-
-    ids: TokenIdView
-    view: RowView
-    lookups: int
+    ids: TokenIdView  # reads token ids
+    view: RowView  # reads features, and the gradients of all uses
+    lookups: int  # Number of uses by token ids. They come first, before the products.
 
     def pairs(self) -> Iterator[tuple[int, str, str]]:
         for parts, uses in self._uses():

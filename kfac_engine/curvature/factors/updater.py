@@ -28,21 +28,14 @@ from kfac_engine.errors import InputError
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """A measured batch, which no average has received yet.
+    """A measured batch, which no average has received yet."""
 
-    Attributes:
-        measured: Measurements in new arrays, by factor.
-        straight: What is measured straight into the averages of the other factors.
-        left_out: Factors whose averages do not change.
-        unread: The values of ``straight``.
-        backend: Array library of these factors.
-    """
-
-    measured: Mapping[FisherFactor, Measurement]
+    measured: Mapping[FisherFactor, Measurement]  # measurements in new arrays, by factor
+    # What is measured straight into the averages of the other factors.
     straight: Mapping[FisherFactor, ToMeasure] = field(default_factory=dict)
-    left_out: Collection[FisherFactor] = ()
-    unread: UnreadValues | None = None
-    backend: Backend | None = None
+    left_out: Collection[FisherFactor] = ()  # factors whose averages do not change
+    unread: UnreadValues | None = None  # the values of ``straight``
+    backend: Backend | None = None  # array library of these factors
 
     @property
     def every(self) -> Mapping[FisherFactor, Measurement | ToMeasure]:

@@ -43,30 +43,19 @@ class Whitened:
 
 @dataclass(frozen=True, slots=True)
 class Symmetric:
-    """A factor of the closed form of option 1.
+    """A factor of the closed form of option 1."""
 
-    Attributes:
-        basis: ``S⁻¹ Q`` with ``Q diag(ψ) Qᵀ = Ψ``, ``(d, d)``.
-        values: ``|ψ|``, ``(d,)``.
-    """
-
-    basis: Array
-    values: Array
+    basis: Array  # ``S⁻¹ Q`` with ``Q diag(ψ) Qᵀ = Ψ``, ``(d, d)``
+    values: Array  # ``|ψ|``, ``(d,)``
 
 
 @dataclass(frozen=True, slots=True)
 class Infinite:
-    """A factor of the closed form of option 2.
+    """A factor of the closed form of option 2."""
 
-    Attributes:
-        shift: ``C₁ᵀ (C₀ + λ)⁻¹ = S Ψᵀ S⁻¹``, ``(d, d)``.
-        basis: ``S⁻¹ Q`` with ``Q diag(μ) Qᵀ = ΨᵀΨ``, ``(d, d)``.
-        values: ``μ``, at most one, ``(d,)``.
-    """
-
-    shift: Array
-    basis: Array
-    values: Array
+    shift: Array  # ``C₁ᵀ (C₀ + λ)⁻¹ = S Ψᵀ S⁻¹``, ``(d, d)``
+    basis: Array  # ``S⁻¹ Q`` with ``Q diag(μ) Qᵀ = ΨᵀΨ``, ``(d, d)``
+    values: Array  # ``μ``, at most one, ``(d,)``
 
 
 def whiten(

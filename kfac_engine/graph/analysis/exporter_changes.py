@@ -55,19 +55,13 @@ def is_computed(name: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class ExportChanges:
-    """Parameters of a file that differ from the parameters of the module.
+    """Parameters of a file that differ from the parameters of the module."""
 
-    Attributes:
-        merged: Parameters that several modules read, because their weights had equal values.
-        folded: Weights into which a normalization was multiplied.
-        generated: Other parameters with a name that the exporter generated.
-        producer: The producer that the file names.
-    """
-
+    # Parameters that several modules read, because their weights had equal values.
     merged: tuple[str, ...] = ()
-    folded: tuple[str, ...] = ()
-    generated: tuple[str, ...] = ()
-    producer: str = ""
+    folded: tuple[str, ...] = ()  # weights into which a normalization was multiplied
+    generated: tuple[str, ...] = ()  # other parameters with a name that the exporter generated
+    producer: str = ""  # the producer that the file names
 
     @property
     def remedy(self) -> str:
@@ -186,17 +180,11 @@ def _listed(names: Sequence[str]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Tie:
-    """A weight and its copy.
+    """A weight and its copy."""
 
-    Attributes:
-        first: Name of the weight that is first in the file.
-        copy: Name of the later weight with equal values.
-        transposed: Whether the copy is the transpose of the weight.
-    """
-
-    first: str
-    copy: str
-    transposed: bool = False
+    first: str  # name of the weight that is first in the file
+    copy: str  # name of the later weight with equal values
+    transposed: bool = False  # whether the copy is the transpose of the weight
 
     def as_copy(self, array: Array) -> Array:
         """Convert an array from the layout of the weight to the layout of the copy, or back."""

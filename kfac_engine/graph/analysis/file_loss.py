@@ -26,31 +26,21 @@ _REDUCTIONS = {"ReduceMean": "mean", "ReduceSum": "sum"}
 
 @dataclass(frozen=True, slots=True)
 class FileLoss:
-    """A loss that the file itself computes.
+    """A loss that the file itself computes."""
 
-    Attributes:
-        distribution: Distribution of the labels.
-        output: Name of the output with the loss.
-        value: The logits or means of the distribution.
-        labels: Name of the input of the labels.
-        targets: The value of the labels that the loss reads; a function of ``labels``.
-        class_axis: Axis of the classes or features in ``value``.
-        reduction: Reduction over all entries; ``"none"`` if the output has a loss for each entry.
-        options: Options of the distribution: ``ignore_index`` and ``class_weights``.
-        weights: Name of an input with the weights of the labels, of their shape; empty for none.
-        rank: The number of axes that ``value`` must have, so that ``class_axis`` has the classes; 0
-            for any number.
-    """
-
-    distribution: Distribution
-    output: str
-    value: str
-    labels: str
-    targets: str
-    class_axis: int
-    reduction: str
+    distribution: Distribution  # distribution of the labels
+    output: str  # name of the output with the loss
+    value: str  # the logits or means of the distribution
+    labels: str  # name of the input of the labels
+    targets: str  # the value of the labels that the loss reads; a function of ``labels``
+    class_axis: int  # axis of the classes or features in ``value``
+    reduction: str  # reduction over all entries; ``"none"`` if the output has a loss for each entry
+    # Options of the distribution: ``ignore_index`` and ``class_weights``.
     options: Mapping[str, int | Array | None] = field(default_factory=dict)
+    # The number of axes that ``value`` must have, so that ``class_axis`` has the classes; 0 for any
+    # number.
     rank: int = 0
+    # Name of an input with the weights of the labels, of their shape; empty for none.
     weights: str = ""
 
     def logits_graph(self, graph: Graph) -> Graph:

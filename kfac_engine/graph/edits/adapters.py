@@ -156,24 +156,16 @@ def layer_name(product: Product) -> str:
 
 @dataclass
 class _Writer:
-    """Writes adapters into a model.
+    """Writes adapters into a model."""
 
-    Attributes:
-        edited: The model.
-        rank: Rank of the adapters.
-        scale: Factor of the updates.
-        rng: Generator of the entries of ``A``.
-        stored: Names of the constants of the file.
-        written: The matrices of each weight, and whether its first product reads it flipped.
-        factors: The constant with the factor, by element type.
-    """
-
-    edited: EditedModel
-    rank: int
-    scale: float
-    rng: np.random.Generator
-    stored: frozenset[str]
+    edited: EditedModel  # the model
+    rank: int  # rank of the adapters
+    scale: float  # factor of the updates
+    rng: np.random.Generator  # generator of the entries of ``A``
+    stored: frozenset[str]  # names of the constants of the file
+    # The matrices of each weight, and whether its first product reads it flipped.
     written: dict[str, tuple[str, str, bool]] = field(default_factory=dict)
+    # The constant with the factor, by element type.
     factors: dict[str, str] = field(default_factory=dict)
 
     def add(self, product: Product) -> None:
@@ -349,21 +341,13 @@ def adapter_names(edited: EditedModel) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class _Adapter:
-    """An adapter in a file.
+    """An adapter in a file."""
 
-    Attributes:
-        product: The product that it is added to.
-        A: The product with its first matrix.
-        B: The product with its second matrix.
-        scale: Factor of ``A B``, relative to the weight.
-        adder: The node that adds it.
-    """
-
-    product: Product
-    A: Product
-    B: Product
-    scale: float
-    adder: onnx.NodeProto
+    product: Product  # the product that it is added to
+    A: Product  # the product with its first matrix
+    B: Product  # the product with its second matrix
+    scale: float  # factor of ``A B``, relative to the weight
+    adder: onnx.NodeProto  # the node that adds it
 
     def merged(self, edited: EditedModel) -> Array:
         """Return the weight with its update, as the product reads it."""

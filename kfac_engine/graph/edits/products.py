@@ -35,21 +35,13 @@ Form = Literal["dense", "conv", "rows"]
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """A weight as a product reads it.
+    """A weight as a product reads it."""
 
-    Attributes:
-        name: Name of the constant in the file.
-        shape: Shape as the product reads it, inputs first for dense products.
-        dtype: Element type of the product.
-        flipped: Whether the last two axes of the constant are in the other order.
-        quantized: Whether the constant has integers.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: DType
-    flipped: bool = False
-    quantized: bool = False
+    name: str  # name of the constant in the file
+    shape: tuple[int, ...]  # shape as the product reads it, inputs first for dense products
+    dtype: DType  # element type of the product
+    flipped: bool = False  # whether the last two axes of the constant are in the other order
+    quantized: bool = False  # whether the constant has integers
 
     def transposed(self) -> "Weight":
         """Return the same constant, read with its last two axes in the other order."""
@@ -59,34 +51,20 @@ class Weight:
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """A product with a weight.
+    """A product with a weight."""
 
-    Attributes:
-        form: What it does with the weight.
-        node: Its node.
-        data: Name of the operand that is multiplied; of the ids for rows.
-        weight: The weight.
-        place: Index of the operand for the weight.
-        last: The node with the result: of the bias, if the bias has a node of its own.
-        bias: Name of the bias; empty without one.
-        bias_place: Index of the bias among the operands of ``last``; -1 without one.
-        factor: Number by which the product is multiplied.
-        is_plain: Whether the node multiplies floating-point data and weights.
-        rounds: Whether the product rounds its data, so that it has no derivative.
-        scaler: The node that scales a product of integers; None for products of real numbers.
-    """
-
-    form: Form
+    form: Form  # what it does with the weight
     node: onnx.NodeProto
-    data: str
+    data: str  # name of the operand that is multiplied; of the ids for rows
     weight: Weight
-    place: int
-    last: onnx.NodeProto
-    bias: str = ""
-    bias_place: int = -1
-    factor: float = 1.0
-    is_plain: bool = True
-    rounds: bool = False
+    place: int  # index of the operand for the weight
+    last: onnx.NodeProto  # the node with the result: of the bias, if the bias has a node of its own
+    bias: str = ""  # name of the bias; empty without one
+    bias_place: int = -1  # index of the bias among the operands of ``last``; -1 without one
+    factor: float = 1.0  # number by which the product is multiplied
+    is_plain: bool = True  # whether the node multiplies floating-point data and weights
+    rounds: bool = False  # whether the product rounds its data, so that it has no derivative
+    # The node that scales a product of integers; None for products of real numbers.
     scaler: onnx.NodeProto | None = None
 
     @property

@@ -19,15 +19,10 @@ from kfac_engine.graph.tensors import FLOATS, to_array
 
 @dataclass(frozen=True)
 class Body:
-    """A body in canonical form.
+    """A body in canonical form."""
 
-    Attributes:
-        graph: Nodes, constants and output names of the body; nodes may read outer values.
-        inputs: Names of the inputs of the body, in order.
-    """
-
-    graph: Graph
-    inputs: tuple[str, ...]
+    graph: Graph  # nodes, constants and output names of the body; nodes may read outer values
+    inputs: tuple[str, ...]  # names of the inputs of the body, in order
 
 
 def body_of(node: Node, attribute: str, opset: int) -> Body:

@@ -101,17 +101,11 @@ def settle_statistics(
 
 @dataclass(frozen=True)
 class _Reader:
-    """An operand that is a running statistic of a normalization, or another buffer.
+    """An operand that is a running statistic of a normalization, or another buffer."""
 
-    Attributes:
-        node: The node that reads it.
-        index: Index of the operand.
-        operand: Name of the operand in the file.
-    """
-
-    node: onnx.NodeProto
-    index: int
-    operand: str
+    node: onnx.NodeProto  # the node that reads it
+    index: int  # index of the operand
+    operand: str  # name of the operand in the file
 
     @property
     def name(self) -> str:

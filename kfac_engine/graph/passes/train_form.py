@@ -18,19 +18,14 @@ _MOST_NAMES = 6
 
 @dataclass(frozen=True, slots=True)
 class InferenceNodes:
-    """Nodes of a graph that compute another function in training, in the form of inference.
+    """Nodes of a graph that compute another function in training, in the form of inference."""
 
-    Attributes:
-        normalizations: ``BatchNormalization`` nodes with running statistics that are constants.
-        dropouts: ``Dropout`` nodes that drop nothing.
-        fixed: ``BatchNormalization`` nodes with computed running statistics.
-        biased: Convolutions with a constant bias whose result no ``BatchNormalization`` reads. A
-            normalization that an exporter folded into the weights leaves such a convolution.
-    """
-
+    # ``BatchNormalization`` nodes with running statistics that are constants.
     normalizations: tuple[Node, ...]
-    dropouts: tuple[Node, ...]
-    fixed: tuple[Node, ...]
+    dropouts: tuple[Node, ...]  # ``Dropout`` nodes that drop nothing
+    fixed: tuple[Node, ...]  # ``BatchNormalization`` nodes with computed running statistics
+    # Convolutions with a constant bias whose result no ``BatchNormalization`` reads. A
+    # normalization that an exporter folded into the weights leaves such a convolution.
     biased: tuple[Node, ...]
 
 

@@ -59,19 +59,13 @@ class BlockedGraph:
 
 @dataclass(frozen=True, slots=True)
 class LayoutContext:
-    """Results, shapes and constants of a graph.
+    """Results, shapes and constants of a graph."""
 
-    Attributes:
-        results: Names of the results of the graph.
-        kernels: Shapes of float32 inputs that are the same for every batch, such as parameters.
-        shapes: Known shapes of other values in a sample run.
-        constants: Constants by name.
-    """
-
-    results: Collection[str]
+    results: Collection[str]  # names of the results of the graph
+    # Shapes of float32 inputs that are the same for every batch, such as parameters.
     kernels: Mapping[str, tuple[int, ...]]
-    shapes: Mapping[str, tuple[int, ...]]
-    constants: Mapping[str, Array]
+    shapes: Mapping[str, tuple[int, ...]]  # known shapes of other values in a sample run
+    constants: Mapping[str, Array]  # constants by name
 
 
 def convert_to_blocked(nodes: Sequence[Node], context: LayoutContext, block: int) -> BlockedGraph:
@@ -157,21 +151,14 @@ def _inner(node: Node, shape: Sequence[int], block: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Draft:
-    """A convolution that may be fused with the Add and the Relu that follow it.
+    """A convolution that may be fused with the Add and the Relu that follow it."""
 
-    Attributes:
-        node: The convolution.
-        inner: Block size of the input channels of its kernel.
-        result: Name of the result of the fused convolution.
-        added: Name of a value in the blocked layout to add to the result; empty without an Add.
-        rectified: Whether a Relu is applied to the result.
-    """
-
-    node: Node
-    inner: int
-    result: str
+    node: Node  # the convolution
+    inner: int  # block size of the input channels of its kernel
+    result: str  # name of the result of the fused convolution
+    # Name of a value in the blocked layout to add to the result; empty without an Add.
     added: str = ""
-    rectified: bool = False
+    rectified: bool = False  # whether a Relu is applied to the result
 
 
 class _LayoutBuilder(NodeBuilder):

@@ -34,15 +34,11 @@ _LONGEST_CHAIN = 64
 
 
 class Move(NamedTuple):
-    """A transposition or a change of the shape.
+    """A transposition or a change of the shape."""
 
-    Attributes:
-        perm: Order of the axes, as for ``np.transpose``; empty for a change of the shape.
-        shape: Shape of the result.
-    """
-
+    # Order of the axes, as for ``np.transpose``; empty for a change of the shape.
     perm: tuple[int, ...]
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # shape of the result
 
 
 class ProductTerm(NamedTuple):
@@ -63,16 +59,12 @@ Terms: TypeAlias = tuple[ProductTerm, ...]
 
 @dataclass(frozen=True, slots=True)
 class SplitBackward:
-    """A backward graph without its weight gradients, and their terms.
+    """A backward graph without its weight gradients, and their terms."""
 
-    Attributes:
-        session: The graph that ONNX Runtime computes. Its results are the other gradients and the
-            operands of the terms, by name.
-        finished: Map from each weight gradient to its terms.
-    """
-
+    # The graph that ONNX Runtime computes. Its results are the other gradients and the operands of
+    # the terms, by name.
     session: Backward
-    finished: Mapping[str, Terms]
+    finished: Mapping[str, Terms]  # map from each weight gradient to its terms
 
 
 def split_backward(backward: Backward, *, apart: bool = True) -> SplitBackward:
