@@ -14,8 +14,12 @@
 // of the tile. Positions at or after `end`, pixels outside the image and features past the last count
 // as zeros. No atomics: results do not depend on the order of blocks.
 //
+// Tensor cores cut the sum of a product to float32, toward zero, which gives an error that grows with
+// the positions. For float32 accuracy, each product of 8 positions therefore starts at zero, and FP32
+// units add it to the sums.
+//
 //   SPLIT   0: FP32 units; 3: tensor cores with each factor split in two TF32 numbers, which keeps
-//           float32 accuracy (2e-7); 1: plain TF32 (1e-3 for each factor)
+//           float32 accuracy; 1: plain TF32 (1e-3 for each factor)
 //   ALIGNED 1 if channels are a multiple of TILE: all features of a tile have the same tap
 #ifndef SPLIT
 #define SPLIT 0
@@ -42,12 +46,21 @@ struct Job {
   int grid, row, column, begin, end;
 };
 
-#ifndef CUDA_ON_CPU
+#if SPLIT == 3
+// To nearest, by two instructions; the conversion of the device takes four. NaN may become zero, but
+// the remainder is NaN then.
+__device__ __forceinline__ unsigned to_tf32(float value) {
+  return (__float_as_uint(value) + 0x1000u) & 0xffffe000u;
+}
+#elif !defined(CUDA_ON_CPU)
 __device__ __forceinline__ unsigned to_tf32(float value) {
   unsigned bits;
   asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(bits) : "f"(value));
   return bits;
 }
+#endif
+
+#ifndef CUDA_ON_CPU
 __device__ __forceinline__ void mma_tf32(float* d, const unsigned* a, const unsigned* b) {
   asm volatile(
       "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 "
@@ -191,7 +204,8 @@ patch_products(const scalar* __restrict__ x, const Job* __restrict__ jobs,
         for (int e = 0; e < 2; ++e) {
           const float b = columns[stage][k + e * 4][column + j * 8];
           high_b[j][e] = to_tf32(b);
-          if (SPLIT == 3) low_b[j][e] = to_tf32(b - __uint_as_float(high_b[j][e]));
+          // The unit ignores the last bits of a remainder.
+          if (SPLIT == 3) low_b[j][e] = __float_as_uint(b - __uint_as_float(high_b[j][e]));
         }
       #pragma unroll
       for (int i = 0; i < BLOCKS_M; ++i) {
@@ -200,15 +214,20 @@ patch_products(const scalar* __restrict__ x, const Job* __restrict__ jobs,
         for (int e = 0; e < 4; ++e) {
           const float a = rows[stage][k + (e >> 1) * 4][row + i * 16 + (e & 1) * 8];
           high_a[e] = to_tf32(a);
-          if (SPLIT == 3) low_a[e] = to_tf32(a - __uint_as_float(high_a[e]));
+          if (SPLIT == 3) low_a[e] = __float_as_uint(a - __uint_as_float(high_a[e]));
         }
         #pragma unroll
         for (int j = 0; j < BLOCKS_N; ++j) {
-          if (SPLIT == 3) {  // small products first; the product of both remainders is below rounding
-            mma_tf32(sums[i][j], low_a, high_b[j]);
-            mma_tf32(sums[i][j], high_a, low_b[j]);
-          }
+#if SPLIT == 1
           mma_tf32(sums[i][j], high_a, high_b[j]);
+#else  // small products first; the product of both remainders is below rounding
+          float sum[4] = {};
+          mma_tf32(sum, low_a, high_b[j]);
+          mma_tf32(sum, high_a, low_b[j]);
+          mma_tf32(sum, high_a, high_b[j]);
+          #pragma unroll
+          for (int e = 0; e < 4; ++e) sums[i][j][e] += sum[e];
+#endif
         }
       }
     }

@@ -3,7 +3,8 @@
 //   stack, found   (matrices, side, side), float or double by INPUT
 //   wide           the same matrices in double
 //
-// The lower triangle is read and both triangles are written. One block (32, 8) for each tile of
+// Of the stack, the lower triangle is read; of the wide matrices, the upper triangle, in which
+// cuSOLVER works (see Solvers). Both triangles are written. One block (32, 8) for each tile of
 // 32 x 32 entries, so that reads and writes run along rows; grid (matrices * tiles). No atomics: sums
 // have a fixed order.
 
@@ -11,17 +12,6 @@
 __device__ __forceinline__ long long matrix_of_block(int tiles, int side, Tile* tile) {
   *tile = lower_tile(blockIdx.x % tiles);
   return (long long)(blockIdx.x / tiles) * side * side;
-}
-
-// Writes the transposed tile above the diagonal.
-template <typename Number>
-__device__ __forceinline__ void write_turned(Number* matrix, const double (*turned)[33], Tile tile,
-                                             int side) {
-  for (int y = threadIdx.y; y < 32; y += 8) {
-    const int row = tile.column * 32 + y, column = tile.row * 32 + threadIdx.x;
-    if (row < column && column < side)
-      matrix[(long long)row * side + column] = (Number)turned[y][threadIdx.x];
-  }
 }
 
 // Maximum and sum over a block, in every thread.
@@ -94,7 +84,11 @@ widen(const scalar* __restrict__ stack, double* __restrict__ wide, Part* __restr
   const Part part = {block_max(bad, warps), largest, block_total(squares, warps),
                      block_total(trace, warps)};
   if (threadIdx.x == 0 && threadIdx.y == 0) parts[blockIdx.x] = part;
-  write_turned(wide + matrix, turned, tile, side);
+  for (int y = threadIdx.y; y < 32; y += 8) {
+    const int row = tile.column * 32 + y, column = tile.row * 32 + threadIdx.x;
+    if (row < column && column < side)
+      wide[matrix + (long long)row * side + column] = turned[y][threadIdx.x];
+  }
 }
 
 struct Facts {
@@ -131,20 +125,24 @@ damp(double* __restrict__ wide, const Part* __restrict__ parts, const double* __
   }
 }
 
-// found <- wide, rounded, both triangles.
+// found <- wide, rounded, both triangles. Blocks read the tiles above the diagonal.
 extern "C" __global__ void __launch_bounds__(256)
 narrow(const double* __restrict__ wide, scalar* __restrict__ found, int tiles, int side) {
   __shared__ double turned[32][33];
   Tile tile;
   const long long matrix = matrix_of_block(tiles, side, &tile);
   for (int y = threadIdx.y; y < 32; y += 8) {
-    const int row = tile.row * 32 + y, column = tile.column * 32 + threadIdx.x;
-    if (row < side && column <= row) {
+    const int row = tile.column * 32 + y, column = tile.row * 32 + threadIdx.x;
+    if (column < side && row <= column) {
       const long long place = matrix + (long long)row * side + column;
       turned[threadIdx.x][y] = wide[place];
       found[place] = (scalar)wide[place];
     }
   }
   __syncthreads();
-  write_turned(found + matrix, turned, tile, side);
+  for (int y = threadIdx.y; y < 32; y += 8) {
+    const int row = tile.row * 32 + y, column = tile.column * 32 + threadIdx.x;
+    if (row < side && column < row)
+      found[matrix + (long long)row * side + column] = (scalar)turned[y][threadIdx.x];
+  }
 }

@@ -48,7 +48,7 @@ def widen(device: Device, stack: Array, dampings: Array, floor: Floor) -> tuple[
 
 
 def narrow(device: Device, wide: Array, dtype: npt.DTypeLike) -> Array:
-    """Return symmetric matrices from lower triangles, in float32 or float64.
+    """Return symmetric matrices from upper triangles, in float32 or float64.
 
     ``wide`` is ``(n, d, d)`` float64, contiguous.
     """

@@ -11,7 +11,7 @@ import numpy as np
 from scipy.linalg import lapack
 
 HANDLE = 77
-UPPER = 1
+LOWER = 0
 CALLS: Counter[str] = Counter()
 
 
@@ -23,22 +23,22 @@ def _memory(address: int, dtype: type, *shape: int) -> np.ndarray:
 
 
 def _factor(address: int, side: int) -> int:
-    # Columns of the upper triangle are rows of the lower one.
+    # Columns of the lower triangle are rows of the upper one.
     rows = _memory(address, np.float64, side, side)
-    root, info = lapack.dpotrf(rows.T, lower=0, clean=0)
+    root, info = lapack.dpotrf(rows.T, lower=1, clean=0)
     rows[...] = root.T
     return int(info)
 
 
 def dpotrf_bufferSize(handle: int, uplo: int, n: int, a: int, lda: int) -> int:  # noqa: N802
-    assert (handle, uplo, lda) == (HANDLE, UPPER, n)
+    assert (handle, uplo, lda) == (HANDLE, LOWER, n)
     return 3 * n
 
 
 def dpotrf(
     handle: int, uplo: int, n: int, a: int, lda: int, space: int, size: int, info: int
 ) -> None:
-    assert (handle, uplo, lda, size) == (HANDLE, UPPER, n, 3 * n)
+    assert (handle, uplo, lda, size) == (HANDLE, LOWER, n, 3 * n)
     CALLS["dpotrf"] += 1
     _memory(space, np.float64, size)[...] = np.nan
     _memory(info, np.int32, 1)[0] = _factor(a, n)
@@ -47,7 +47,7 @@ def dpotrf(
 def dpotrfBatched(  # noqa: N802
     handle: int, uplo: int, n: int, places: int, lda: int, info: int, count: int
 ) -> None:
-    assert (handle, uplo, lda) == (HANDLE, UPPER, n)
+    assert (handle, uplo, lda) == (HANDLE, LOWER, n)
     CALLS["dpotrfBatched"] += 1
     codes = _memory(info, np.int32, count)
     for index, address in enumerate(_memory(places, np.uintp, count)):
@@ -72,18 +72,18 @@ class Library:
     def cusolverDnDpotri_bufferSize(  # noqa: N802
         self, handle: Any, uplo: int, n: int, a: Any, lda: int, size: Any
     ) -> int:
-        assert (handle.value, uplo, lda) == (HANDLE, UPPER, n)
+        assert (handle.value, uplo, lda) == (HANDLE, LOWER, n)
         size._obj.value = 2 * n
         return 0
 
     def cusolverDnDpotri(  # noqa: N802
         self, handle: Any, uplo: int, n: int, a: Any, lda: int, space: Any, size: int, info: Any
     ) -> int:
-        assert (handle.value, uplo, lda, size) == (HANDLE, UPPER, n, 2 * n)
+        assert (handle.value, uplo, lda, size) == (HANDLE, LOWER, n, 2 * n)
         CALLS["dpotri"] += 1
         rows = _memory(a.value, np.float64, n, n)
         _memory(space.value, np.float64, size)[...] = np.nan
-        inverse, code = lapack.dpotri(rows.T, lower=0)
+        inverse, code = lapack.dpotri(rows.T, lower=1)
         rows[...] = inverse.T * (2 if self.broken else 1)
         _memory(info.value, np.int32, 1)[0] = code
         return 0

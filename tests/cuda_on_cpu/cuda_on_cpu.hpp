@@ -268,8 +268,18 @@ inline float half_to_float(unsigned short bits) {
   std::memcpy(&value, &bits, 2);
   return (float)value;
 }
+#if SPLIT == 1
 // cvt.rna.tf32.f32: to nearest, ties away from zero.
-inline unsigned to_tf32(float value) { return (__float_as_uint(value) + 0x1000u) & ~0x1FFFu; }
+inline unsigned to_tf32(float value) {
+  return std::isnan(value) ? 0x7FFFFFFFu : (__float_as_uint(value) + 0x1000u) & ~0x1FFFu;
+}
+#endif
+// The float next to a sum toward zero, as tensor cores round.
+inline float toward_zero(double sum) {
+  const float found = (float)sum;
+  const bool beyond = std::isfinite(found) && std::fabs((double)found) > std::fabs(sum);
+  return beyond ? std::nextafterf(found, 0.0f) : found;
+}
 // mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32: D += A B; the unit ignores the low 13 bits.
 inline void mma_tf32(float* d, const unsigned* a, const unsigned* b) {
   struct Fragment {
@@ -285,11 +295,11 @@ inline void mma_tf32(float* d, const unsigned* a, const unsigned* b) {
   const int group = fibres::lane() >> 2, quarter = fibres::lane() & 3;
   for (int r = 0; r < 4; ++r) {
     const int row = group + (r >> 1) * 8, column = quarter * 2 + (r & 1);
-    float sum = d[r];
+    double sum = d[r];
     for (int k = 0; k < 8; ++k)
-      sum += cut(of[(row & 7) * 4 + (k & 3)].a[(row >> 3) + 2 * (k >> 2)]) *
+      sum += (double)cut(of[(row & 7) * 4 + (k & 3)].a[(row >> 3) + 2 * (k >> 2)]) *
              cut(of[column * 4 + (k & 3)].b[k >> 2]);
-    d[r] = sum;
+    d[r] = toward_zero(sum);
   }
 }
 // cp.async of four bytes; zeros where `there` is false.

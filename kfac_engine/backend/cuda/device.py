@@ -34,13 +34,15 @@ STREAMS = 4
 
 # File names of cuSOLVER in CUDA 13 and 12.
 _LIBRARIES = ("libcusolver.so.12", "libcusolver.so.11")
-_UPPER = 1  # CUBLAS_FILL_MODE_UPPER: cuSOLVER reads rows as columns, so lower is upper
+# CUBLAS_FILL_MODE_LOWER, the faster mode of cuSOLVER. It reads rows as columns, so the lower triangle
+# is the upper triangle of our arrays.
+_LOWER = 0
 _TRIAL = ((4.0, 2.0), (2.0, 3.0))
 _TRIAL_INVERSE = ((0.375, -0.25), (-0.25, 0.5))
 
 
 class Solvers:
-    """Computes factorisations on one device.
+    """Computes factorisations on one device, in the upper triangles of arrays.
 
     If ``has_potri``, ``potri`` computes inverses; otherwise triangular solves do.
     """
@@ -53,9 +55,9 @@ class Solvers:
         self.has_potri = self._library is not None and self._proven()
 
     def cholesky(self, work: _Array) -> _Array:
-        """Replace a stack of matrices with their Cholesky factors, and return the error codes.
+        """Replace a stack of matrices with ``Lᵀ`` of ``L Lᵀ``, and return the error codes.
 
-        ``work`` is ``(n, d, d)``, float64, C-contiguous and symmetric; its upper triangles become
+        ``work`` is ``(n, d, d)``, float64, C-contiguous and symmetric; its lower triangles become
         unspecified. The codes ``(n,)`` are on the device, zero where the factor exists.
         """
         count, size, _ = work.shape
@@ -64,20 +66,20 @@ class Solvers:
             first, step = work.data.ptr, work.strides[0]
             addresses = self._xp.arange(first, first + count * step, step, dtype=np.uintp)
             self._calls.dpotrfBatched(
-                self._handle(), _UPPER, size, addresses.data.ptr, size, info.data.ptr, count
+                self._handle(), _LOWER, size, addresses.data.ptr, size, info.data.ptr, count
             )
             return info
         for matrix, code in zip(work, self._each(info), strict=True):
-            at = self._handle(), _UPPER, size, matrix.data.ptr, size
+            at = self._handle(), _LOWER, size, matrix.data.ptr, size
             size = self._calls.dpotrf_bufferSize(*at)
             space = self._xp.empty(size, np.float64)
             self._calls.dpotrf(*at, space.data.ptr, size, code.data.ptr)
         return info
 
     def inverse(self, roots: _Array) -> _Array:
-        """Return the inverses ``(L Lᵀ)⁻¹`` of a stack of Cholesky factors; overwrite the factors.
+        """Return the inverses ``(L Lᵀ)⁻¹`` of a stack of factors ``Lᵀ``; overwrite the factors.
 
-        Only the lower triangles are defined. The inverse is unspecified for a factor that does not
+        Only the upper triangles are defined. The inverse is unspecified for a factor that does not
         exist.
         """
         xp = self._xp
@@ -86,7 +88,7 @@ class Solvers:
             for matrix, code in zip(roots, self._each(info), strict=True):
                 self._potri(matrix, code)
             return roots
-        inverses = self.solve_lower(roots)
+        inverses = self.solve_lower(xp.ascontiguousarray(roots.swapaxes(1, 2)))
         product: _Array = xp.ascontiguousarray(inverses.swapaxes(1, 2) @ inverses)
         return product
 
@@ -128,11 +130,11 @@ class Solvers:
         return [info[index : index + 1] for index in range(len(info))]
 
     def _potri(self, root: _Array, code: _Array) -> None:
-        """Replace a Cholesky factor with the lower triangle of the inverse."""
+        """Replace a factor ``Lᵀ`` with the upper triangle of the inverse."""
         handle = self._handle()
         self._calls.setStream(handle, self._xp.cuda.get_current_stream().ptr)
         size, workspace = len(root), ctypes.c_int()
-        at = ctypes.c_void_p(handle), _UPPER, size, ctypes.c_void_p(root.data.ptr), size
+        at = ctypes.c_void_p(handle), _LOWER, size, ctypes.c_void_p(root.data.ptr), size
         status = self._library.cusolverDnDpotri_bufferSize(*at, ctypes.byref(workspace))
         space = self._xp.empty(max(1, workspace.value), np.float64)
         pointers = ctypes.c_void_p(space.data.ptr), workspace.value, ctypes.c_void_p(code.data.ptr)
@@ -150,8 +152,8 @@ class Solvers:
             self._potri(work[0], self._xp.zeros(1, np.int32))
         except (BackendError, AttributeError):  # the library refuses, or has no such function
             return False
-        inverse = self._xp.asnumpy(self._xp.tril(work[0]))
-        return bool(np.allclose(inverse, np.tril(_TRIAL_INVERSE), rtol=0, atol=1e-12))
+        inverse = self._xp.asnumpy(self._xp.triu(work[0]))
+        return bool(np.allclose(inverse, np.triu(_TRIAL_INVERSE), rtol=0, atol=1e-12))
 
 
 def loaded_library() -> Any:
@@ -209,17 +211,17 @@ class CupyDevice:
         self.name = f"{name}, compute capability {self.capability / 10}, {self.memory >> 30} GiB"
         self.tensor_cores = self.capability >= 80
         self._modules: dict[tuple[str, tuple[str, ...]], Any] = {}
+        self._functions: dict[tuple[str, str, tuple[str, ...]], Launch] = {}
 
     # -- kernels ----------------------------------------------------------------------------------
 
     def function(self, source: str, name: str, options: tuple[str, ...]) -> Launch:
         """Return the kernel ``name`` of a source; each set of options is compiled once."""
-        key = source, options
-        if key not in self._modules:
-            flags = ("-std=c++17", *options)
-            self._modules[key] = self.xp.RawModule(code=source, options=flags)
-        launch: Launch = self._modules[key].get_function(name)
-        return launch
+        # CuPy creates a kernel anew in each call of `get_function`, which takes longer than a launch.
+        key = source, name, options
+        if key not in self._functions:
+            self._functions[key] = self._module(source, options).get_function(name)
+        return self._functions[key]
 
     def upload(self, host: npt.NDArray[Any]) -> Array:
         """Return a copy of a host array on the device."""
@@ -307,6 +309,13 @@ class CupyDevice:
         return self.within_memory(taken, wanted)
 
     # -- private ----------------------------------------------------------------------------------
+
+    def _module(self, source: str, options: tuple[str, ...]) -> Any:
+        key = source, options
+        if key not in self._modules:
+            flags = ("-std=c++17", *options)
+            self._modules[key] = self.xp.RawModule(code=source, options=flags)
+        return self._modules[key]
 
     def _memory_figures(self) -> tuple[str, str]:
         """Return the free and the total memory in GB, as text."""

@@ -114,9 +114,7 @@ def _can_shift(window: Window, channels: int) -> bool:
 
 
 def _shifted(window: Window, channels: int, spatial_shape: tuple[int, ...]) -> Recipe:
-    lines = full_grid(window, spatial_shape)
-    begins = tuple(begin - line.start for begin, line in zip(window.begins, lines, strict=True))
-    grids = [(begins, tuple(map(len, lines)))]
+    grids: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
     slabs = list(frame(window, spatial_shape))
     for slab in slabs:
         inner = slab.window
@@ -127,6 +125,7 @@ def _shifted(window: Window, channels: int, spatial_shape: tuple[int, ...]) -> R
     place = {tap: index for index, tap in enumerate(taps)}
     each = channels // TILE
     terms: dict[tuple[int, int], list[tuple[Product, bool]]] = {}
+    boxes: dict[tuple[int, ...], int] = {}
     for i in range(len(taps) * each):
         for j in range(i + 1):
             u, v = taps[i // each], taps[j // each]
@@ -134,9 +133,17 @@ def _shifted(window: Window, channels: int, spatial_shape: tuple[int, ...]) -> R
             apart = [a - b for a, b in zip(u, v, strict=True)]
             first = place[tuple(max(step, 0) for step in apart)] * each + i % each
             second = place[tuple(max(-step, 0) for step in apart)] * each + j % each
-            terms[i, j] = [(Product(0, first, second), False)]
+            # Outside this box, one of the two taps sees zeros.
+            box = tuple(
+                max(0, side - abs(step) * dilation)
+                for side, step, dilation in zip(spatial_shape, apart, window.dilations, strict=True)
+            )
+            if box not in boxes:
+                boxes[box] = len(grids)
+                grids.append(((0,) * len(box), box))
+            terms[i, j] = [(Product(boxes[box], first, second), False)] if prod(box) else []
             terms[i, j] += [
-                (Product(1 + number, i, j), True)
+                (Product(number, i, j), True)
                 for number, slab in enumerate(slabs)
                 if all(slab.taps.start <= tap[slab.axis] < slab.taps.stop for tap in (u, v))
             ]

@@ -45,8 +45,9 @@ class CupyLinearAlgebra:
 
     def damped_choleskys(self, matrices: Sequence[Array], dampings: Sequence[float]) -> list[Array]:
         def root(roots: Array, dtype: DType) -> Array:
-            lower: Array = self._xp.tril(roots).astype(dtype)
-            return lower
+            lower = self._xp.tril(roots.swapaxes(1, 2))
+            stack: Array = self._xp.ascontiguousarray(lower, dtype)
+            return stack
 
         return _begin(self._factored(matrices, dampings, root, self._root))()
 
