@@ -479,10 +479,24 @@ class FisherFactor(ABC):
         return float(self.traces().sum())
 
     def traces(self) -> Array:
-        """Return the trace of each matrix of a stack, or of a single matrix, as a host array."""
+        """Return the trace of each matrix of a stack, or of a single matrix, as a host array.
+
+        One read of a device measures the traces of all companions that dampings will need.
+        """
         if self.traces_of_average is None:
-            self.traces_of_average = self.backend.download([self.measured_traces()])[0]
-        return self.traces_of_average
+            others = (factor for factor in self.companions.values() if factor.partners)
+            stale = [f for f in dict.fromkeys((self, *others)) if f is self or f.is_stale]
+            traces = self.backend.download([factor.measured_traces() for factor in stale])
+            for factor, of_factor in zip(stale, traces, strict=True):
+                factor.traces_of_average = of_factor
+        traces_of_average: Array = self.traces_of_average
+        return traces_of_average
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether there is an average on this process whose traces are unknown."""
+        is_here = self.average.value is not None and not self.average.divided
+        return is_here and self.traces_of_average is None
 
     @abstractmethod
     def measured_traces(self) -> Array:
