@@ -10,6 +10,8 @@ Data are read once, results are written once, and moving averages are read too.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import ceil
+from time import perf_counter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -187,6 +189,12 @@ def _input_products(layer: Layer, batch: int) -> float:
 # Larger than the caches of devices: a run finds no data of an earlier run in them.
 _FLUSH_BYTES = 256 << 20
 _ROUNDS = 10
+# Runs on an idle device, for the time of the host.
+_LAUNCHES = 3
+# Time by which the launch of a fill is shorter than the fill, at 4 TB/s, and the least number of
+# fills.
+_FILL_SECONDS = 40e-6
+_LEAST_FILLS = 32
 # CUBLAS_TF32_TENSOR_OP_MATH
 _TF32_MODE = 3
 FLOAT32, TF32, SPLIT, FLOAT64 = "float32", "TF32", "3 × TF32", "float64"
@@ -222,17 +230,29 @@ class GpuRates:
         return max(multiplied, moved)
 
 
+class Times(NamedTuple):
+    """Times of work on the device, and the seconds until an idle device has all its launches.
+
+    The seconds of the host contain the waiting of work that reads the device.
+    """
+
+    device: Spread
+    host: float
+
+
 @dataclass(frozen=True, slots=True)
 class GpuRow:
     """One measurement; ``error`` is the difference from the definition, None if unchecked.
 
-    ``fraction`` is the least time divided by the median, ``ratio`` the time of this package divided
-    by the time of the contender. ``pool_bytes`` is the size of the memory pool after the work.
+    ``seconds`` and ``host`` are those of ``Times``. ``fraction`` is the least time divided by the
+    median, ``ratio`` the time of this package divided by the time of the contender. ``pool_bytes``
+    is the size of the memory pool after the work.
     """
 
     case: str
     contender: str
     seconds: Spread
+    host: float
     floor: float
     fraction: float
     ratio: float
@@ -262,9 +282,9 @@ class Meter:
     def ceiling_rows(self) -> list[GpuRow]:
         """Return the best rates as rows, each with its own time as the floor."""
         return [
-            GpuRow(case, "ceiling", times, times.low, times.low / times.median, 1.0, None, 0,
+            GpuRow(case, "ceiling", times, host, times.low, times.low / times.median, 1.0, None, 0,
                    self.device)
-            for case, times in self.ceilings.items()
+            for case, (times, host) in self.ceilings.items()
         ]  # fmt: skip
 
     def rows(self, contender: str, work: Work) -> list[GpuRow]:
@@ -279,35 +299,45 @@ class Meter:
         pool = int(self.backend.xp.get_default_memory_pool().total_bytes())
         timed = [(contender, ours, error)]
         timed += [(name, self.timed(run), None) for name, run in work.usual.items()]
-        case, median = work.counted.case, ours.median
+        case, median = work.counted.case, ours.device.median
         return [
-            GpuRow(case, name, times, floor, floor / times.median, median / times.median, deviation,
-                   pool, self.device)
-            for name, times, deviation in timed
+            GpuRow(case, name, times, host, floor, floor / times.median, median / times.median,
+                   deviation, pool, self.device)
+            for name, (times, host), deviation in timed
         ]  # fmt: skip
 
-    def timed(self, work: Callable[[], object]) -> Spread:
-        """Return times between events on the device, including kernel launches.
+    def timed(self, work: Callable[[], object]) -> Times:
+        """Return times between events on the device, and apart from them the time of the host.
 
-        All work runs on the default stream or synchronizes with it. The first run, which compiles
-        and plans, does not count.
+        All work runs on the default stream or synchronizes with it. The device fills memory while
+        the host launches the work, so that it never waits for a launch.
         """
         cuda = self.backend.xp.cuda
+        work()  # compiles and plans
+        host = min(self._launched(work) for _ in range(_LAUNCHES))
+        fills = max(_LEAST_FILLS, ceil(host / _FILL_SECONDS))
         times = []
-        for _ in range(self._rounds + 1):
-            self._flush.fill(0)
+        for _ in range(self._rounds):
             begun, ended = cuda.Event(), cuda.Event()
-            cuda.Device().synchronize()
+            for _ in range(fills):
+                self._flush.fill(0)
             begun.record()
             work()
             ended.record()
             ended.synchronize()
             times.append(1e-3 * cuda.get_elapsed_time(begun, ended))
-        return spread(times[1:])
+        return Times(spread(times), host)
 
     # -- private ----------------------------------------------------------------------------------
 
-    def _ceilings(self, side: int) -> Iterator[tuple[str, Spread]]:
+    def _launched(self, work: Callable[[], object]) -> float:
+        """Return the seconds until an idle device has all launches of a work."""
+        self.backend.xp.cuda.Device().synchronize()
+        begun = perf_counter()
+        work()
+        return perf_counter() - begun
+
+    def _ceilings(self, side: int) -> Iterator[tuple[str, Times]]:
         xp = self.backend.xp
         a, b = (xp.ones((side, side), np.float32) for _ in range(2))
         c = xp.empty((side, side), np.float32)
@@ -348,9 +378,9 @@ def kind_of(backend: CupyBackend, name: str) -> str:
     return str(kinds.get(name, FLOAT32)) if backend.device.tensor_cores else FLOAT32
 
 
-def _rates(ceilings: Mapping[str, Spread], side: int) -> GpuRates:
+def _rates(ceilings: Mapping[str, Times], side: int) -> GpuRates:
     """Return the rates that follow from the times of square matrices."""
-    least = {name: times.low for name, times in ceilings.items()}
+    least = {name: times.device.low for name, times in ceilings.items()}
     copied = 2 * 4 * side**2 / least.pop("copy")
     products = {name: side**3 / seconds for name, seconds in least.items()}
     if TF32 in products:

@@ -58,7 +58,7 @@ def test_each_case_is_measured_and_checked(meter: gpu_meter.Meter) -> None:
     # Inverses, gradients, eigenvectors, roots; twelve primitives, three ways of a matrix.
     assert len(rows) == 9 + 4 + 12 + 3
     assert all(row.error is not None and row.error < 1e-2 for row in rows)
-    assert all(row.floor > 0 and row.ratio == 1 for row in rows)
+    assert all(row.floor > 0 and row.host > 0 and row.ratio == 1 for row in rows)
     assert len({row.case for row in rows[9:]}) == 19
     told = json.loads(json.dumps([asdict(row) for row in rows], allow_nan=False))
     page = bench_tables.page({"machine": {}, "suites": {"gpu": told}})
@@ -87,7 +87,7 @@ def test_ceilings_are_the_rates_that_floors_are_made_of(meter: gpu_meter.Meter) 
     }
     rates = meter.rates
     assert rates.products[gpu_meter.SPLIT] == rates.products[gpu_meter.TF32] / 3
-    seconds = meter.ceilings["copy"].low
+    seconds = meter.ceilings["copy"].device.low
     assert rates.copied_bytes == pytest.approx(2 * 4 * 8**2 / seconds)
     assert rates.floor(gpu_meter.Counted("", rates.products["TF32"], 0.0), "TF32") == 1
     assert rates.floor(gpu_meter.Counted("", 0.0, rates.copied_bytes), "TF32") == 1
