@@ -34,8 +34,8 @@ STREAMS = 4
 
 # File names of cuSOLVER in CUDA 13 and 12.
 _LIBRARIES = ("libcusolver.so.12", "libcusolver.so.11")
-# CUBLAS_FILL_MODE_LOWER, the faster mode of cuSOLVER. It reads rows as columns, so the lower triangle
-# is the upper triangle of our arrays.
+# CUBLAS_FILL_MODE_LOWER, the faster mode of cuSOLVER. It reads rows as columns, so its lower triangle
+# is our upper triangle.
 _LOWER = 0
 _TRIAL = ((4.0, 2.0), (2.0, 3.0))
 _TRIAL_INVERSE = ((0.375, -0.25), (-0.25, 0.5))
@@ -217,7 +217,7 @@ class CupyDevice:
 
     def function(self, source: str, name: str, options: tuple[str, ...]) -> Launch:
         """Return the kernel ``name`` of a source; each set of options is compiled once."""
-        # CuPy creates a kernel anew in each call of `get_function`, which takes longer than a launch.
+        # `get_function` creates a kernel of CuPy in each call, which takes longer than a launch.
         key = source, name, options
         if key not in self._functions:
             self._functions[key] = self._module(source, options).get_function(name)

@@ -489,8 +489,8 @@ class FisherFactor(ABC):
             traces = self.backend.download([factor.measured_traces() for factor in stale])
             for factor, of_factor in zip(stale, traces, strict=True):
                 factor.traces_of_average = of_factor
-        traces_of_average: Array = self.traces_of_average
-        return traces_of_average
+            return traces[0]
+        return self.traces_of_average
 
     @property
     def is_stale(self) -> bool:
