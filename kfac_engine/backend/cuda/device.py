@@ -34,7 +34,7 @@ STREAMS = 4
 
 # File names of cuSOLVER in CUDA 13 and 12.
 _LIBRARIES = ("libcusolver.so.12", "libcusolver.so.11")
-# CUBLAS_FILL_MODE_LOWER, the faster mode of cuSOLVER. It reads rows as columns, so its lower triangle
+# CUBLAS_FILL_MODE_LOWER, the faster mode of cuSOLVER. It reads rows as columns: its lower triangle
 # is our upper triangle.
 _LOWER = 0
 _TRIAL = ((4.0, 2.0), (2.0, 3.0))
