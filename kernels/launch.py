@@ -31,6 +31,7 @@ MACROS: Mapping[str, Mapping[str, Sequence[int]]] = {
     "patches": {"INPUT": tuple(INPUTS.values())},
     "finite": {"INPUT": (0, 3)},
     "symmetric": {"INPUT": (0, 3)},
+    "leaf_inverse": {},
     "averages": {"INPUT": _IMAGES},
     "group_products": {"SQUARE": (0, 1), "SIDE": (16, 64), "INPUT": _IMAGES},
     "few_products": {"ROWS": (5, 10), "INPUT": _IMAGES},

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from kfac_engine.backend.channel_groups import Accumulation
+from kfac_engine.backend.cuda import recursive_inverse
 from kfac_engine.backend.cuda.gram import GroupProducts, PatchMoments
 from kfac_engine.backend.window import Window
 from kfac_engine.kernels.groups import draw_classes, sum_examples
@@ -46,6 +47,7 @@ this page. Neither program needs a GPU.
 | `patch_products.cu`, `moment.cu` | Gram matrices of patches, read from images | copied patches, and a product |
 | `patch_sums.cu` | sums of patches and of their squares: the bias row of a Gram matrix, and its diagonal | copied patches, and sums |
 | `symmetric.cu` | damped float64 matrix of a factor, its trace, and whether it is finite; conversion back | a dozen passes over float64 matrices |
+| `leaf_inverse.cu` | inverses of blocks of at most 128 rows, and symmetric and transposed blocks, for inverses by products | a factorisation in panels |
 | `few_products.cu` | Gram matrices and squared per-example gradients of depthwise filters, in registers | products of each channel |
 | `group_products.cu` | Gram matrices and squared per-example gradients of groups of channels | stacks of patches, and products of each example |
 | `example_sums.cu` | per-example gradients of a scale and a shift | a product as large as the data, and two sums |
@@ -129,6 +131,8 @@ def cases() -> Iterator[tuple[str, str, Callable[[str], float]]]:
         yield "`few_squares`", case, lambda order, kernel=kernel: _few_square_error(kernel, order)
     for side in (33, 100):
         yield "`widen`, `damp`", f"2×{side}²", lambda order, side=side: _damped_error(side, order)
+    for side in (33, 128):
+        yield "`leaf_inverse`", f"2×{side}²", lambda order, side=side: _leaf_error(side, order)
     for shape in ((4, 30, 50), (4, 50, 3)):
         name = "×".join(map(str, shape))
         yield "`example_sums`", name, lambda order, shape=shape: _sum_error(shape, order)
@@ -226,6 +230,14 @@ def _damped_error(side: int, order: str) -> float:
     whole = np.tril(stack) + np.tril(stack, -1).swapaxes(1, 2)
     norms = np.linalg.norm(whole, axis=(1, 2))
     return _worst(wide, whole + 0.1 * norms[:, None, None] * np.eye(side))
+
+
+def _leaf_error(side: int, order: str) -> float:
+    root = np.random.default_rng(0).standard_normal((2, side, side))
+    stack = root @ root.swapaxes(1, 2) / side + 0.5 * np.eye(side)
+    work, codes = stack.copy(), np.zeros(2, np.int32)
+    recursive_inverse._Inverse(ShimDevice(order), codes)(work, np.zeros(0), 0)
+    return _worst(work, np.linalg.inv(stack))
 
 
 def _sum_error(shape: Sequence[int], order: str) -> float:

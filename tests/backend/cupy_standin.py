@@ -16,7 +16,6 @@ import pytest
 from numpy.lib.mixins import NDArrayOperatorsMixin
 from scipy import linalg
 
-from kfac_engine.backend.cuda import device
 from tests.backend import standin_nccl, standin_solvers, standin_streams
 from tests.cuda_on_cpu.module import Module
 
@@ -239,7 +238,8 @@ class _Cupy(ModuleType):
         Stream=standin_streams.Stream,
         get_current_stream=standin_streams.current,
         device=SimpleNamespace(
-            get_cusolver_handle=lambda: standin_solvers.HANDLE, get_cublas_handle=lambda: 0
+            get_cusolver_handle=lambda: standin_solvers.HANDLE,
+            get_cublas_handle=lambda: standin_solvers.HANDLE,
         ),
         alloc=memory.take,
         memory=SimpleNamespace(OutOfMemoryError=OutOfMemoryError),
@@ -311,11 +311,10 @@ def install(patch: pytest.MonkeyPatch) -> None:
         "cupyx": cupyx,
         "cupyx.scipy": scipy,
         "cupyx.scipy.linalg": dense,
-        "cupy_backends.cuda.libs.cusolver": standin_solvers.module(),
+        **standin_solvers.modules(),
     }
     standin_solvers.CALLS.clear()
     memory.limit, memory.refused = None, 0
-    patch.setattr(device, "loaded_library", standin_solvers.Library)
     for name, module in modules.items():
         patch.setitem(sys.modules, name, module)
 

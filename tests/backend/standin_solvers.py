@@ -1,11 +1,10 @@
-"""cuSOLVER for the stand-in: what CuPy binds of it, and the library itself, on addresses.
+"""cuSOLVER and cuBLAS for the stand-in: what CuPy binds of them, on addresses.
 
-Both work in place on whatever memory they are told, in columns, as the real one does.
+They work in place on whatever memory they are told, in columns, as the real ones do.
 """
 
 from collections import Counter
 from types import ModuleType
-from typing import Any
 
 import numpy as np
 from scipy.linalg import lapack
@@ -54,44 +53,58 @@ def dpotrfBatched(  # noqa: N802
         codes[index] = _factor(int(address), n)
 
 
-def setStream(handle: int, stream: int) -> None:  # noqa: N802
+def dgemmStridedBatched(  # noqa: N802
+    handle: int,
+    transa: int,
+    transb: int,
+    m: int,
+    n: int,
+    k: int,
+    alpha: int,
+    a: int,
+    lda: int,
+    stride_a: int,
+    b: int,
+    ldb: int,
+    stride_b: int,
+    beta: int,
+    c: int,
+    ldc: int,
+    stride_c: int,
+    count: int,
+) -> None:
+    """``C ← αAB + βC`` of stacks of columns; ``C`` is not read where β is zero."""
     assert handle == HANDLE
-    assert stream
+    CALLS["dgemmStridedBatched"] += 1
+    scales = [_memory(place, np.float64, 1)[0] for place in (alpha, beta)]
+    # Columns as rows: the transposed matrices.
+    x = _stack(a, lda, stride_a, (m, k) if transa else (k, m), count)
+    y = _stack(b, ldb, stride_b, (k, n) if transb else (n, k), count)
+    out = _stack(c, ldc, stride_c, (n, m), count)
+    x, y = x.swapaxes(1, 2) if transa else x, y.swapaxes(1, 2) if transb else y
+    with np.errstate(all="ignore"):  # of matrices whose inverse does not exist
+        product = scales[0] * (y @ x)
+        out[...] = product + scales[1] * out if scales[1] else product
 
 
-class Library:
-    """The library as ``ctypes`` shows it.
-
-    Args:
-        broken: Whether its inverses are wrong, and say nothing.
-    """
-
-    def __init__(self, *, broken: bool = False) -> None:
-        self.broken = broken
-
-    def cusolverDnDpotri_bufferSize(  # noqa: N802
-        self, handle: Any, uplo: int, n: int, a: Any, lda: int, size: Any
-    ) -> int:
-        assert (handle.value, uplo, lda) == (HANDLE, LOWER, n)
-        size._obj.value = 2 * n
-        return 0
-
-    def cusolverDnDpotri(  # noqa: N802
-        self, handle: Any, uplo: int, n: int, a: Any, lda: int, space: Any, size: int, info: Any
-    ) -> int:
-        assert (handle.value, uplo, lda, size) == (HANDLE, LOWER, n, 2 * n)
-        CALLS["dpotri"] += 1
-        rows = _memory(a.value, np.float64, n, n)
-        _memory(space.value, np.float64, size)[...] = np.nan
-        inverse, code = lapack.dpotri(rows.T, lower=1)
-        rows[...] = inverse.T * (2 if self.broken else 1)
-        _memory(info.value, np.int32, 1)[0] = code
-        return 0
+def _stack(address: int, ld: int, stride: int, shape: tuple[int, int], count: int) -> np.ndarray:
+    rows, columns = shape
+    assert ld >= columns
+    size = (count - 1) * stride + (rows - 1) * ld + columns
+    flat = _memory(address, np.float64, size)
+    return np.lib.stride_tricks.as_strided(flat, (count, *shape), (8 * stride, 8 * ld, 8))
 
 
-def module() -> ModuleType:
-    """What ``import cupy_backends.cuda.libs.cusolver`` finds."""
-    found = ModuleType("cupy_backends.cuda.libs.cusolver")
-    for function in (dpotrf_bufferSize, dpotrf, dpotrfBatched, setStream):
-        setattr(found, function.__name__, function)
+def modules() -> dict[str, ModuleType]:
+    """What ``import`` finds of CuPy's bindings."""
+    libraries = {
+        "cusolver": (dpotrf_bufferSize, dpotrf, dpotrfBatched),
+        "cublas": (dgemmStridedBatched,),
+    }
+    found = {}
+    for library, functions in libraries.items():
+        name = f"cupy_backends.cuda.libs.{library}"
+        found[name] = ModuleType(name)
+        for function in functions:
+            setattr(found[name], function.__name__, function)
     return found

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from kfac_engine.backend.channel_groups import Accumulation
+from kfac_engine.backend.cuda import recursive_inverse
 from kfac_engine.backend.cuda.gram import GroupProducts, PatchMoments
 from kfac_engine.backend.window import Window
 from kfac_engine.kernels.finite import find_infinite
@@ -52,6 +53,41 @@ def widened(device: Device) -> tuple[np.ndarray, np.ndarray]:
 
 def narrowed(device: Device) -> tuple[np.ndarray, np.ndarray]:
     return narrow(device, MATRICES, np.float32), MATRICES
+
+
+def inverted(device: Device) -> tuple[np.ndarray, np.ndarray]:
+    """Blocks that are a leaf: one of full size, and a smaller one in a larger matrix."""
+    matrices = np.stack([np.eye(128) + root @ root.T for root in RNG.normal(size=(2, 128, 3))])
+    work = np.zeros((2, 140, 140))
+    work[:, :128, :128] = matrices
+    invert = recursive_inverse._Inverse(device, np.zeros(2, np.int32))
+    invert(work[:, :128, :128], np.zeros(0), 0)
+    invert(work[:, 50:77, 50:77], np.zeros(0), 0)
+    wanted = np.linalg.inv(matrices)
+    wanted[:, 50:77, 50:77] = np.linalg.inv(wanted[:, 50:77, 50:77])
+    return work[:, :128, :128], wanted
+
+
+def with_codes(device: Device) -> tuple[np.ndarray, np.ndarray]:
+    """A code is of the first block that has no inverse."""
+    codes = np.zeros(2, np.int32)
+    invert = recursive_inverse._Inverse(device, codes)
+    work = np.stack([np.diag([1.0, 1, -1, 1, -1]), np.eye(5)])
+    for first in (0, 70):
+        invert(work, np.zeros(0), first)
+    return codes, np.array([3, 0])
+
+
+def triangles(device: Device) -> tuple[np.ndarray, np.ndarray]:
+    """The mean of both triangles, and the lower left block in the upper right one."""
+    work = RNG.normal(size=(2, 80, 80))
+    wanted = work.copy()
+    mean = 0.5 * (work[:, 30:, 30:] + work[:, 30:, 30:].swapaxes(1, 2))
+    wanted[:, 30:, 30:], wanted[:, :30, 30:] = mean, work[:, 30:, :30].swapaxes(1, 2)
+    inverse = recursive_inverse._Inverse(device, np.zeros(2, np.int32))
+    inverse._symmetrize(work[:, 30:, 30:])
+    inverse._transpose(work[:, 30:, :30], work[:, :30, 30:])
+    return work, wanted
 
 
 def summed(device: Device) -> tuple[np.ndarray, np.ndarray]:
@@ -138,6 +174,18 @@ MISTAKES = {
         widened,
     ),
     "matrices on the way back, no barrier": ("symmetric", barrier(6), narrowed),
+    "leaves, the column of the pivot": (
+        "leaf_inverse",
+        replaced("pivot ? -1.0", "pivot ? 1.0"),
+        inverted,
+    ),
+    "leaves, the last code": (
+        "leaf_inverse",
+        replaced(" && codes[blockIdx.x] == 0", ""),
+        with_codes,
+    ),
+    "triangles, no barrier": ("leaf_inverse", barrier(3), triangles),
+    "transposed block, no barrier": ("leaf_inverse", barrier(4), triangles),
     "finite, all but the last number": (
         "finite",
         replaced("i < span.numbers", "i + 1 < span.numbers"),

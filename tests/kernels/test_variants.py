@@ -10,6 +10,7 @@ import numpy.typing as npt
 import pytest
 
 from kfac_engine.backend.channel_groups import Accumulation
+from kfac_engine.backend.cuda import recursive_inverse
 from kfac_engine.backend.cuda.gram import GroupProducts, PatchMoments
 from kfac_engine.backend.window import Window
 from kfac_engine.kernels.averages import count_ids, update_average
@@ -90,6 +91,8 @@ def launch_plain(device: Recorder) -> None:
         for inner in (1, 300):
             ids = np.empty((2, inner), np.int64)
             draw_classes(device, np.zeros((2, 3, inner), dtype), np.zeros((2, inner)), ids)
+    leaf = recursive_inverse._Inverse(device, np.zeros(1, np.int32))
+    leaf(np.zeros((1, 3, 3)), np.zeros(0), 0)
     count_ids(device, np.zeros(5, np.int64), np.empty(3, np.int32))
     for dtype in (np.float32, np.float64):
         find_infinite(device, [np.zeros(5, dtype)], np.ones(1, np.int32))

@@ -17,8 +17,8 @@ from kfac_engine.backend.channel_groups import Accumulation
 from kfac_engine.backend.cpu.reductions import summed_in
 from kfac_engine.backend.cuda.device import CupyDevice
 from kfac_engine.backend.cuda.gram import GroupProducts, PatchMoments, as_entry_images, merge_axes
-from kfac_engine.backend.cuda.inverse_roots import MOST_COPIES
 from kfac_engine.backend.cuda.linear_algebra import CupyLinearAlgebra
+from kfac_engine.backend.cuda.matrix_batches import MOST_COPIES
 from kfac_engine.backend.namespace import readable
 from kfac_engine.backend.threads import Task
 from kfac_engine.backend.window import Window, pointwise

@@ -1,16 +1,10 @@
-"""Access to the GPU by CuPy and cuSOLVER; only this file contains calls that need a GPU.
+"""Access to the GPU by CuPy, cuBLAS and cuSOLVER; only this file contains calls that need a GPU.
 
 CuPy is imported when a device is created, because it is an optional dependency and its import takes
 time. Tests run all code that uses this file on a CPU, with a stand-in for CuPy. Tests with the mark
 ``gpu`` check the calls of this file on a device.
-
-CuPy has a binding for Cholesky factorisation, but none for ``potri``, which computes the inverse.
-This file calls ``potri`` in the library that CuPy has loaded, after a trial on a matrix with a
-known inverse.
 """
 
-import ctypes
-import os
 from collections.abc import Callable, Sequence
 from functools import cache
 from importlib import import_module
@@ -32,27 +26,18 @@ _Array: TypeAlias = Any
 STACKED_SIZE = 256
 STREAMS = 4
 
-# File names of cuSOLVER in CUDA 13 and 12.
-_LIBRARIES = ("libcusolver.so.12", "libcusolver.so.11")
 # CUBLAS_FILL_MODE_LOWER, the faster mode of cuSOLVER. It reads rows as columns: its lower triangle
 # is our upper triangle.
 _LOWER = 0
-_TRIAL = ((4.0, 2.0), (2.0, 3.0))
-_TRIAL_INVERSE = ((0.375, -0.25), (-0.25, 0.5))
 
 
 class Solvers:
-    """Computes factorisations on one device, in the upper triangles of arrays.
-
-    If ``has_potri``, ``potri`` computes inverses; otherwise triangular solves do.
-    """
+    """Computes factorisations on one device, in the upper triangles of arrays."""
 
     def __init__(self, xp: ModuleType) -> None:
         self._xp = xp
         self._calls: Any = import_module("cupy_backends.cuda.libs.cusolver")
         self._streams = [xp.cuda.Stream(non_blocking=True) for _ in range(STREAMS)]
-        self._library = loaded_library()
-        self.has_potri = self._library is not None and self._proven()
 
     def cholesky(self, work: _Array) -> _Array:
         """Replace a stack of matrices with ``Lᵀ`` of ``L Lᵀ``, and return the error codes.
@@ -75,22 +60,6 @@ class Solvers:
             space = self._xp.empty(size, np.float64)
             self._calls.dpotrf(*at, space.data.ptr, size, code.data.ptr)
         return info
-
-    def inverse(self, roots: _Array) -> _Array:
-        """Return the inverses ``(L Lᵀ)⁻¹`` of a stack of factors ``Lᵀ``; overwrite the factors.
-
-        Only the upper triangles are defined. The inverse is unspecified for a factor that does not
-        exist.
-        """
-        xp = self._xp
-        if self.has_potri and (roots.shape[1] > STACKED_SIZE or len(roots) == 1):
-            info = xp.zeros(len(roots), np.int32)
-            for matrix, code in zip(roots, self._each(info), strict=True):
-                self._potri(matrix, code)
-            return roots
-        inverses = self.solve_lower(xp.ascontiguousarray(roots.swapaxes(1, 2)))
-        product: _Array = xp.ascontiguousarray(inverses.swapaxes(1, 2) @ inverses)
-        return product
 
     def solve_lower(self, lowers: _Array) -> _Array:
         """Return ``L⁻¹`` of each matrix of a stack ``(n, d, d)``, with zeros above the diagonal."""
@@ -128,45 +97,6 @@ class Solvers:
 
     def _each(self, info: _Array) -> Sequence[_Array]:
         return [info[index : index + 1] for index in range(len(info))]
-
-    def _potri(self, root: _Array, code: _Array) -> None:
-        """Replace a factor ``Lᵀ`` with the upper triangle of the inverse."""
-        handle = self._handle()
-        self._calls.setStream(handle, self._xp.cuda.get_current_stream().ptr)
-        size, workspace = len(root), ctypes.c_int()
-        at = ctypes.c_void_p(handle), _LOWER, size, ctypes.c_void_p(root.data.ptr), size
-        status = self._library.cusolverDnDpotri_bufferSize(*at, ctypes.byref(workspace))
-        space = self._xp.empty(max(1, workspace.value), np.float64)
-        pointers = ctypes.c_void_p(space.data.ptr), workspace.value, ctypes.c_void_p(code.data.ptr)
-        status = status or self._library.cusolverDnDpotri(*at, *pointers)
-        if status:
-            raise BackendError(
-                f"potri of cuSOLVER failed on a {size} × {size} matrix with status {status}."
-            )
-
-    def _proven(self) -> bool:
-        """Return whether ``potri`` computes the correct inverse of a small matrix."""
-        work = self._xp.asarray([_TRIAL], dtype=np.float64)
-        self.cholesky(work)
-        try:
-            self._potri(work[0], self._xp.zeros(1, np.int32))
-        except (BackendError, AttributeError):  # the library refuses, or has no such function
-            return False
-        inverse = self._xp.asnumpy(self._xp.triu(work[0]))
-        return bool(np.allclose(inverse, np.triu(_TRIAL_INVERSE), rtol=0, atol=1e-12))
-
-
-def loaded_library() -> Any:
-    """Return the cuSOLVER library that CuPy has loaded; None if it has an unknown file name."""
-    # A second version must not be loaded, because its functions would receive a handle of the first
-    # version.
-    only_loaded: int | None = getattr(os, "RTLD_NOLOAD", None)
-    for name in _LIBRARIES if only_loaded is not None else ():
-        try:
-            return ctypes.CDLL(name, mode=only_loaded or 0)
-        except OSError:
-            continue
-    return None
 
 
 _PROBE = """
@@ -212,6 +142,8 @@ class CupyDevice:
         self.tensor_cores = self.capability >= 80
         self._modules: dict[tuple[str, tuple[str, ...]], Any] = {}
         self._functions: dict[tuple[str, str, tuple[str, ...]], Launch] = {}
+        self._blas: Any = import_module("cupy_backends.cuda.libs.cublas")
+        self._scalars = np.empty(2)  # cuBLAS reads them when it is called
 
     # -- kernels ----------------------------------------------------------------------------------
 
@@ -252,6 +184,31 @@ class CupyDevice:
         float64. A ``beta`` of zero overwrites.
         """
         self.xp.cublas.syrk("T", rows, out=out, alpha=alpha, beta=beta, lower=True)
+
+    def add_product(
+        self, kinds: str, x: Array, y: Array, out: Array, *, alpha: float, beta: float
+    ) -> None:
+        """Compute ``out ← beta·out + alpha·x y`` for each matrix of stacks by cuBLAS, in place.
+
+        The stacks ``(n, rows, columns)`` are float64, may be blocks of larger matrices, and have
+        adjacent elements in each row. ``kinds`` has a letter for each factor: ``"NT"`` multiplies
+        by the transposed ``y``. A ``beta`` of zero overwrites.
+        """
+        # cuBLAS reads rows as columns, and therefore computes the transposed product.
+        inner = x.shape[1] if kinds[0] == "T" else x.shape[2]
+        operands: list[int] = []
+        for array in (y, x, out):
+            matrix, row, _ = array.strides
+            operands += [self.address(array), row // 8, matrix // 8]
+        self._scalars[:] = alpha, beta
+        first, second = self._scalars.ctypes.data, self._scalars.ctypes.data + 8
+        self._blas.dgemmStridedBatched(
+            self.xp.cuda.device.get_cublas_handle(),
+            *("NT".index(kind) for kind in reversed(kinds)),
+            *(out.shape[2], out.shape[1], inner),
+            *(first, *operands[:6], second, *operands[6:]),
+            len(out),
+        )
 
     def reserve(self, stored: int, scratch: int) -> None:
         """Allocate two blocks of memory and release them to CuPy's pool, for later arrays.

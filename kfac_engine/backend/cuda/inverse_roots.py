@@ -17,7 +17,7 @@ import numpy as np
 
 from kfac_engine._types import Array
 from kfac_engine.backend.cuda.device import CupyDevice
-from kfac_engine.backend.cuda.matrix_batches import DampedMatrices, MatrixBatches
+from kfac_engine.backend.cuda.matrix_batches import MOST_COPIES, DampedMatrices, MatrixBatches
 from kfac_engine.kernels.symmetric import narrow
 
 # Number of steps of quadratic convergence, after the smallest eigenvalue of M has reached about
@@ -89,9 +89,6 @@ LEAST_SIZES = {80: 256, 90: 256, 100: 256}
 # Bound of the residual, and so of the relative error of a root: one rounding to float32.
 _RESIDUAL = 2.0**-24
 _MOST_STEPS = 40
-# Number of float64 matrices that are allocated at once for each matrix of a stack. Inverses need
-# half of it.
-MOST_COPIES = 10
 
 
 def inverse_roots(

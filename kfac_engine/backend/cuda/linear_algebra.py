@@ -8,9 +8,15 @@ from typing import Any
 import numpy as np
 
 from kfac_engine._types import Array, DType
+from kfac_engine.backend.cuda import recursive_inverse
 from kfac_engine.backend.cuda.device import CupyDevice
 from kfac_engine.backend.cuda.inverse_roots import inverse_roots
-from kfac_engine.backend.cuda.matrix_batches import DampedMatrices, MatrixBatches, Work
+from kfac_engine.backend.cuda.matrix_batches import (
+    COPIES,
+    DampedMatrices,
+    MatrixBatches,
+    Work,
+)
 from kfac_engine.errors import BackendError, InputError
 from kfac_engine.kernels.symmetric import narrow
 
@@ -37,19 +43,13 @@ class CupyLinearAlgebra:
     def begin_damped_inverses(
         self, matrices: Sequence[Array], dampings: Sequence[float]
     ) -> Callable[[], list[Array]]:
-        def inverse(roots: Array, dtype: DType) -> Array:
-            inverses: Array = narrow(self._device, self._device.solvers.inverse(roots), dtype)
-            return inverses
-
-        return _begin(self._factored(matrices, dampings, inverse, _inverse))
+        single = all(matrix.dtype == np.float32 for matrix in matrices)
+        copies = recursive_inverse.COPIES if single else COPIES
+        work = self._inverses, _inverse
+        return _begin(self._factored(matrices, dampings, *work, copies=copies, stacked=single))
 
     def damped_choleskys(self, matrices: Sequence[Array], dampings: Sequence[float]) -> list[Array]:
-        def root(roots: Array, dtype: DType) -> Array:
-            lower = self._xp.tril(roots.swapaxes(1, 2))
-            stack: Array = self._xp.ascontiguousarray(lower, dtype)
-            return stack
-
-        return _begin(self._factored(matrices, dampings, root, self._root))()
+        return _begin(self._factored(matrices, dampings, self._roots, self._root))()
 
     def triangular_inverses(self, lowers: Sequence[Array]) -> list[Array]:
         xp = self._xp
@@ -95,13 +95,17 @@ class CupyLinearAlgebra:
         self,
         matrices: Sequence[Array],
         dampings: Sequence[float],
-        finish: Callable[[Array, DType], Array],
+        compute: Callable[[Array, DType], tuple[Array, Array]],
         clamped: Callable[[Array, Array], Array],
+        *,
+        copies: int = COPIES,
+        stacked: bool = False,
     ) -> Generator[None, None, list[Array]]:
-        """Return results from Cholesky factors, or from eigenvalues for indefinite matrices.
+        """Return results of positive definite matrices, or from eigenvalues for indefinite ones.
 
-        ``finish`` computes results from a stack of Cholesky factors and the type of the results,
-        ``clamped`` the result of one matrix from its damped eigenvalues and its eigenvectors. The
+        ``compute`` returns results and error codes of a stack, which it may overwrite, for the type
+        of the results. ``clamped`` returns the result of one matrix from its damped eigenvalues and
+        its eigenvectors. ``copies`` and ``stacked`` are as for ``MatrixBatches.begin``. The
         generator yields once, after all operations are launched and before any number is read.
         """
         for damping in dampings:
@@ -112,7 +116,8 @@ class CupyLinearAlgebra:
         for factor in _ATTEMPTS:
             tried = [matrices[i] for i in remaining]
             damped = DampedMatrices(tried, [factor * least[i] for i in remaining], floored=True)
-            wait = self._batches.begin(damped, self._attempt(tried, finish))
+            attempt = self._attempt(tried, compute)
+            wait = self._batches.begin(damped, attempt, copies=copies, stacked=stacked)
             if factor == 1:
                 yield
             for i, (result, (zero, level, trace), (code,)) in zip(remaining, wait(), strict=True):
@@ -133,14 +138,33 @@ class CupyLinearAlgebra:
             results[i] = self._xp.ascontiguousarray(result.astype(matrices[i].dtype))
         return results
 
-    def _attempt(self, matrices: Sequence[Array], finish: Callable[[Array, DType], Array]) -> Work:
-        """Return an operation that factors stacks and returns the codes of the factorisations."""
+    def _attempt(
+        self, matrices: Sequence[Array], compute: Callable[[Array, DType], tuple[Array, Array]]
+    ) -> Work:
+        """Return an operation on stacks that returns results and error codes."""
 
         def attempt(stack: Array, indices: Sequence[int]) -> tuple[Array, Array]:
-            code = self._device.solvers.cholesky(stack)
-            return finish(stack, matrices[indices[0]].dtype), self._batches.rows(code)
+            results, codes = compute(stack, matrices[indices[0]].dtype)
+            return results, self._batches.rows(codes)
 
         return attempt
+
+    def _inverses(self, stack: Array, dtype: DType) -> tuple[Array, Array]:
+        """Return the inverses of a stack, and codes that are zero where they exist."""
+        if dtype == np.float32:  # the damping is at least the rounding: conditions are below 1e7
+            codes = recursive_inverse.invert(self._device, stack)
+        else:
+            codes = self._device.solvers.cholesky(stack)
+            lowers = self._xp.ascontiguousarray(stack.swapaxes(1, 2))
+            K = self._device.solvers.solve_lower(lowers)
+            stack = self._xp.ascontiguousarray(K.swapaxes(1, 2) @ K)
+        return narrow(self._device, stack, dtype), codes
+
+    def _roots(self, stack: Array, dtype: DType) -> tuple[Array, Array]:
+        """Return the Cholesky factors of a stack, and codes that are zero where they exist."""
+        codes = self._device.solvers.cholesky(stack)
+        lower = self._xp.tril(stack.swapaxes(1, 2))
+        return self._xp.ascontiguousarray(lower, dtype), codes
 
     def _eigh(self, stack: Array, indices: Sequence[int]) -> tuple[Sequence[object], Array]:
         """Return eigenvalues and eigenvectors of a stack, and the errors of the eigenvectors."""

@@ -21,8 +21,10 @@ from kfac_engine.backend.cuda.device import STACKED_SIZE, STREAMS, CupyDevice
 from kfac_engine.errors import NonFiniteError, ShapeError
 from kfac_engine.kernels.symmetric import FACTS, Floor, widen
 
-# Number of float64 matrices that are allocated at once for each matrix of a stack.
-_COPIES = 5
+# Number of float64 matrices that are allocated at once for each matrix of a stack, and the largest
+# number of any operation (inverse roots).
+COPIES = 5
+MOST_COPIES = 10
 
 # Operation on a damped float64 stack. Its arguments are the stack, which it may overwrite, and the
 # indices of the matrices. It returns one result and one row of numbers for each matrix. The host
@@ -63,7 +65,8 @@ class DampedMatrices:
 class MatrixBatches:
     """Runs operations on many matrices of one device, stacked by size and element type.
 
-    ``scratch_bytes`` bounds the scratch memory; a single matrix may take more.
+    ``scratch_bytes`` bounds the scratch memory. It may be exceeded up to ``MOST_COPIES`` float64
+    matrices of the largest size.
     """
 
     def __init__(self, device: CupyDevice, scratch_bytes: int) -> None:
@@ -71,7 +74,7 @@ class MatrixBatches:
         self._xp = device.xp
         self._scratch_bytes = scratch_bytes
 
-    def run(self, damped: DampedMatrices, work: Work, *, copies: int = _COPIES) -> list[Outcome]:
+    def run(self, damped: DampedMatrices, work: Work, *, copies: int = COPIES) -> list[Outcome]:
         """Return the outcomes of an operation on stacks of matrices; the device is read once.
 
         There is one outcome for each matrix, with its numbers on the host. The operation allocates
@@ -80,21 +83,25 @@ class MatrixBatches:
         return self.begin(damped, work, copies=copies)()
 
     def begin(
-        self, damped: DampedMatrices, work: Work, *, copies: int = _COPIES
+        self, damped: DampedMatrices, work: Work, *, copies: int = COPIES, stacked: bool = False
     ) -> Callable[[], list[Outcome]]:
         """Launch ``run`` and return a function that waits for its outcomes.
 
-        The function reads the device once. ``ShapeError`` is raised at once if a matrix is not
-        square. ``NonFiniteError`` is raised by the function if a matrix contains NaN or infinity.
+        If ``stacked``, matrices of any size are stacked; else each large matrix is a stack of its
+        own, on one of several streams. The function reads the device once. ``ShapeError`` is raised
+        at once if a matrix is not square. ``NonFiniteError`` is raised by the function if a matrix
+        contains NaN or infinity.
         """
         groups: dict[tuple[int, str], list[int]] = {}
         for i, matrix in enumerate(damped.matrices):
             if matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1] or not matrix.size:
                 raise ShapeError(f"a factor must be a square matrix, got shape {matrix.shape}.")
             groups.setdefault((len(matrix), matrix.dtype.char), []).append(i)
+        largest = MOST_COPIES * 8 * max((size**2 for size, _ in groups), default=0)
         launched = [
             self._device.within_memory(
-                partial(self._launch, damped, indices, work, copies), self._scratch_bytes
+                partial(self._launch, damped, indices, work, copies, stacked),
+                max(self._scratch_bytes, largest),
             )
             for indices in groups.values()
         ]
@@ -129,6 +136,7 @@ class MatrixBatches:
         indices: Sequence[int],
         work: Work,
         copies: int,
+        stacked: bool,
         scratch_bytes: int,
     ) -> tuple[list[object], list[Array], Sequence[Any]]:
         """Launch an operation on matrices of one size and return its pending results.
@@ -136,12 +144,11 @@ class MatrixBatches:
         There is one result for each matrix. Arrays ``(matrices of a stack, numbers)`` stay on the
         device, and streams may still run.
         """
-        # Small matrices are stacked as memory allows. Each large matrix is a separate stack, on one
-        # of several streams.
+        # Stacks are as large as memory allows.
         first = damped.matrices[indices[0]]
         size, dtype = len(first), first.dtype
         most = max(1, scratch_bytes // (copies * 8 * size * size))
-        large = size > STACKED_SIZE
+        large = size > STACKED_SIZE and not stacked
         step = 1 if large else most
         streams = self._device.solvers.fork(min(most, STREAMS, len(indices)) if large else 0)
         outcomes: list[object] = []
