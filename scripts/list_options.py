@@ -11,8 +11,7 @@ from pathlib import Path
 import click
 
 from kfac_engine.cli.app import app
-from kfac_engine.cli.engine_options import HEADING, EngineCommand, options_of
-from kfac_engine.engine.options import EngineOptions
+from kfac_engine.cli.engine_options import HEADING, engine_options
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "command_line.md"
 HEAD = "| option | default | meaning |\n|---|---|---|\n"
@@ -56,16 +55,16 @@ def table(options: Iterable[click.Option]) -> str:
 
 def _sections() -> Iterator[tuple[str, list[click.Option]]]:
     """Yield the heading of each table and its options."""
-    shared = options_of(EngineOptions)
+    shared = engine_options()
     yield HEADING, shared
-    names = {option.name for option in shared}
     for name, command in app.commands.items():
         arguments = [p.name.upper() for p in command.params if isinstance(p, click.Argument)]
-        whole = isinstance(command, EngineCommand) and command.takes_all
         options = [p for p in command.params if isinstance(p, click.Option)]
+        # The page tells once what all commands with an engine have; others share some of it.
+        has_engine = any(option.name == "ema_decay" for option in options)
         yield (
             "`" + " ".join([name, *arguments]) + "`",
-            [option for option in options if not (whole and option.name in names)],
+            [option for option in options if not (has_engine and option in shared)],
         )
 
 

@@ -7,6 +7,7 @@ import click
 
 from kfac_engine import __version__
 from kfac_engine.cli.bench import bench
+from kfac_engine.cli.command import Invocation, debug_option
 from kfac_engine.cli.curvature import curvature
 from kfac_engine.cli.demo import demo
 from kfac_engine.cli.display import tell
@@ -18,7 +19,6 @@ from kfac_engine.cli.inspect import inspect
 from kfac_engine.cli.interruption import Interruption, SignalReceived
 from kfac_engine.cli.laplace import laplace
 from kfac_engine.cli.merge import merge
-from kfac_engine.cli.options import Invocation, debug_option
 from kfac_engine.cli.precondition import precondition
 from kfac_engine.cli.prune import prune, saliency
 from kfac_engine.cli.train import report, train
@@ -54,11 +54,11 @@ class Program(click.Group):
     cls=Program,
     help="K-FAC natural gradients for any ONNX model.",
     invoke_without_command=True,
+    params=[debug_option],
     context_settings={"help_option_names": ["-h", "--help"]},
     epilog="'kfac-engine COMMAND --help' shows the options of a command and an example.",
 )
 @click.version_option(__version__, prog_name="kfac-engine")
-@debug_option
 @click.pass_context
 def app(context: click.Context) -> None:
     """K-FAC natural gradients for any ONNX model."""
@@ -91,9 +91,9 @@ COMMANDS: Mapping[click.Command, str] = {
     bench: "Measure the time and the memory of each operation, of whole steps, and of training.",
     doctor: "Show versions, libraries, threads, the GPU and the selected backend.",
 }
-for command, text in COMMANDS.items():
-    command.help = text
-    app.add_command(command)
+for entry, text in COMMANDS.items():
+    entry.help = text
+    app.add_command(entry)
 
 
 def run(arguments: Sequence[str]) -> int:

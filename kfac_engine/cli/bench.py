@@ -7,8 +7,7 @@ from typing import Any, TypeVar
 
 import click
 
-from kfac_engine.cli.command import Command, Group
-from kfac_engine.cli.options import debug_option, gathered
+from kfac_engine.cli.command import Group, command
 
 Entry = TypeVar("Entry")
 
@@ -84,72 +83,75 @@ _OPTIONS = (
 )
 
 
-@click.command(
-    cls=Command, example="kfac-engine bench --suite inverse --repeats 2 --json results.json"
+@command(
+    "kfac-engine bench --suite inverse --repeats 2 --json results.json",
+    Group.MEASUREMENTS.option(
+        "--suite",
+        multiple=True,
+        metavar="NAME",
+        help="Suite to run; by default all but gpu, models and train. May be repeated. Names: "
+        "dense, conv, inverse, power, precondition, step, uses, memory, scaling, gpu, build, "
+        "models, train.",
+    ),
+    Group.MEASUREMENTS.option(
+        "--list", "listed", is_flag=True, help="List the suites, their cases and the contenders."
+    ),
+    Group.MEASUREMENTS.option(
+        "--compare",
+        default="",
+        metavar="NAMES",
+        help="Libraries to compare with, in a checkout and if they are installed: torch, "
+        "torch-by-example, jax, kfac-jax, curvlinops, laplace-torch, kronfluence. Separated by "
+        "commas.",
+    ),
+    Group.MEASUREMENTS.file(
+        "--models",
+        metavar="DIR",
+        help="Folder of the suite models, which tests/exporters/real_size.py of a checkout "
+        "writes: NAME.onnx, and NAME.npz with an array for each input, and targets.",
+    ),
+    Group.MACHINE.option(
+        "--threads",
+        type=int,
+        metavar="N",
+        help="Number of threads of each contender; by default the number of usable cores.",
+    ),
+    Group.MEASUREMENTS.count(
+        "--repeats",
+        least=2,
+        metavar="N",
+        help="Number of rounds of each job; by default as many as fit into eight seconds, 2 to 7.",
+    ),
+    Group.OUTPUT.file(
+        "--json",
+        "json_path",
+        metavar="FILE",
+        help="Write the measurements into this file, too, after each suite.",
+    ),
+    Group.OUTPUT.option(
+        "--resume",
+        is_flag=True,
+        help="Skip the suites that the file of --json has without gaps; refuse a file of another "
+        "machine.",
+    ),
+    Group.OUTPUT.file(
+        "--plot",
+        metavar="DIR",
+        help="Draw a chart of each suite into this folder; needs matplotlib.",
+    ),
+    Group.MEASUREMENTS.option(
+        "--profile",
+        is_flag=True,
+        help="Show the time and the memory of each stage of a step, with the suite step.",
+    ),
+    Group.OUTPUT.option(
+        "--wide",
+        is_flag=True,
+        help="Show all columns of the comparisons that fit: quartiles, rates, memory and errors, "
+        "too.",
+    ),
+    training=_OPTIONS,
 )
-@Group.MEASUREMENTS.option(
-    "--suite",
-    multiple=True,
-    metavar="NAME",
-    help="Suite to run; by default all but gpu, models and train. May be repeated. Names: dense, "
-    "conv, inverse, power, precondition, step, uses, memory, scaling, gpu, build, models, train.",
-)
-@Group.MEASUREMENTS.option(
-    "--list", "listed", is_flag=True, help="List the suites, their cases and the contenders."
-)
-@Group.MEASUREMENTS.option(
-    "--compare",
-    default="",
-    metavar="NAMES",
-    help="Libraries to compare with, in a checkout and if they are installed: torch, "
-    "torch-by-example, jax, kfac-jax, curvlinops, laplace-torch, kronfluence. Separated by "
-    "commas.",
-)
-@Group.MEASUREMENTS.file(
-    "--models",
-    metavar="DIR",
-    help="Folder of the suite models, which tests/exporters/real_size.py of a checkout writes: "
-    "NAME.onnx, and NAME.npz with an array for each input, and targets.",
-)
-@Group.MACHINE.option(
-    "--threads",
-    type=int,
-    metavar="N",
-    help="Number of threads of each contender; by default the number of usable cores.",
-)
-@Group.MEASUREMENTS.count(
-    "--repeats",
-    least=2,
-    metavar="N",
-    help="Number of rounds of each job; by default as many as fit into eight seconds, 2 to 7.",
-)
-@Group.OUTPUT.file(
-    "--json",
-    "json_path",
-    metavar="FILE",
-    help="Write the measurements into this file, too, after each suite.",
-)
-@Group.OUTPUT.option(
-    "--resume",
-    is_flag=True,
-    help="Skip the suites that the file of --json has without gaps; refuse a file of another "
-    "machine.",
-)
-@Group.OUTPUT.file(
-    "--plot", metavar="DIR", help="Draw a chart of each suite into this folder; needs matplotlib."
-)
-@Group.MEASUREMENTS.option(
-    "--profile",
-    is_flag=True,
-    help="Show the time and the memory of each stage of a step, with the suite step.",
-)
-@Group.OUTPUT.option(
-    "--wide",
-    is_flag=True,
-    help="Show all columns of the comparisons that fit: quartiles, rates, memory and errors, too.",
-)
-@gathered("training", *_OPTIONS)
-@debug_option
 def bench(
     suite: tuple[str, ...], json_path: Path | None, compare: str, listed: bool, **options: Any
 ) -> None:

@@ -1,19 +1,22 @@
-"""A command whose help has a heading for each group of options, and an example at its end."""
+"""Commands with groups of options, and an example at the end of their help."""
 
+import functools
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from enum import Enum
 from importlib import import_module
+from itertools import chain
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from types import SimpleNamespace
+from typing import Any, get_args
 
 import click
 from click.shell_completion import CompletionItem
 
+from kfac_engine.cli.interruption import Interruption
 from kfac_engine.errors import suggestion
 from kfac_engine.system.writing import checked_path
-
-Decorated = TypeVar("Decorated", bound=Callable[..., Any])
 
 
 class _FilePath(click.Path):
@@ -30,6 +33,7 @@ class _FilePath(click.Path):
 
 
 file_path = _FilePath()
+MODEL = click.Argument(["model"], type=file_path)
 
 
 class Group(Enum):
@@ -54,18 +58,16 @@ class Group(Enum):
     MACHINE = "Machine"
     GENERAL = "General"
 
-    def option(self, *flags: str, **settings: Any) -> Callable[[Decorated], Decorated]:
-        """Return the decorator of an option of this group; see ``Option``."""
-        return click.option(*flags, cls=Option, group=self, **settings)
+    def option(self, *flags: str, **settings: Any) -> "Option":
+        """Return an option of this group; see ``Option``."""
+        return Option(flags, group=self, **settings)
 
-    def file(self, *flags: str, **settings: Any) -> Callable[[Decorated], Decorated]:
-        """Return the decorator of an option whose value is a path."""
+    def file(self, *flags: str, **settings: Any) -> "Option":
+        """Return an option whose value is a path."""
         return self.option(*flags, type=file_path, **settings)
 
-    def count(
-        self, *flags: str, least: int = 1, **settings: Any
-    ) -> Callable[[Decorated], Decorated]:
-        """Return the decorator of an option whose value is a whole number."""
+    def count(self, *flags: str, least: int = 1, **settings: Any) -> "Option":
+        """Return an option whose value is a whole number."""
         return self.option(*flags, type=click.IntRange(min=least), **settings)
 
 
@@ -73,28 +75,30 @@ class Option(click.Option):
     """An option of a group.
 
     Args:
+        flags: Names of the option.
         group: The group.
         names: The values that the option accepts, for the help page and for shells, or their places
             in the package, such as ``"losses.LOSSES"``. These are imported when a page or a shell
             needs the names, because that takes time.
+        table: Heading and rows of a section below the group's options.
         settings: Arguments of ``click.Option``.
-
-    Attributes:
-        group: The group.
-        text: Help text without the names.
     """
 
     def __init__(
         self,
-        *args: Any,
+        flags: Sequence[str],
+        *,
         group: Group,
         names: Sequence[str] = (),
+        table: tuple[str, Callable[[], Sequence[tuple[str, str]]]] | None = None,
         **settings: Any,
     ) -> None:
-        self.group, self._sources = group, names
-        if settings.get("default") and not settings.get("is_flag"):
+        self.group, self.table, self._sources = group, table, names
+        if settings.get("default") not in (None, "") and not settings.get("is_flag"):
             settings.setdefault("show_default", True)
-        super().__init__(*args, **settings)
+        if settings.get("multiple") and "repeated" not in settings["help"]:
+            settings["help"] += " May be repeated."
+        super().__init__(list(flags), **settings)
 
     def _names(self) -> Iterator[str]:
         for source in self._sources:
@@ -104,7 +108,7 @@ class Option(click.Option):
 
     @property
     def help(self) -> str:
-        """Help text with the names."""
+        """Help text, followed by the names."""
         names = ", ".join(self._names())
         return f"{self.text} Names: {names}." if names else self.text
 
@@ -118,24 +122,76 @@ class Option(click.Option):
         return names or super().shell_complete(ctx, incomplete)
 
 
-class Command(click.Command):
-    """A command with groups of options and an example.
+@dataclass
+class Invocation:
+    """State of one run of the program."""
 
-    All options are of a group. The command line of the example has a backslash at the end of each
-    line but the last.
+    # Whether a failure shows its traceback; ``--debug`` sets it at any position.
+    debug: bool = False
+    command: click.Command | None = None  # the command that runs; None before its options are read
+    # Reaction of the program to signals.
+    interruption: Interruption = field(default_factory=Interruption)
+
+
+def _remember_debug(context: click.Context, _: click.Parameter, value: bool) -> None:
+    context.ensure_object(Invocation).debug |= value
+
+
+debug_option = Group.GENERAL.option(
+    "--debug",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=_remember_debug,
+    help="Show the traceback of an error.",
+)
+
+
+def command(
+    example: str,
+    *parameters: click.Argument | Option,
+    options: Iterable[Option] = (),
+    **gathered: Iterable[Option],
+) -> Callable[[Callable[..., Any]], "Command"]:
+    """Return the decorator of a command, whose name is that of its function.
+
+    Args:
+        example: A command line, with a backslash at the end of each line but the last.
+        parameters: Arguments and options that the function receives each by its name.
+        options: Options that it receives as a dictionary ``options``. Each has the name of the
+            keyword argument of the library that receives its value.
+        gathered: Options that it receives as one object, with an attribute for each option.
     """
+    keywords, objects = list(options), {key: list(several) for key, several in gathered.items()}
 
-    def __init__(
-        self,
-        name: str | None,
-        *,
-        example: str,
-        params: list[click.Parameter] | None = None,
-        **settings: Any,
-    ) -> None:
-        bare = [p.name for p in params or () if type(p) is click.Option]
-        assert not bare, f"options without a group: {bare}; define them by Group.….option"
-        super().__init__(name, params=params, **settings)
+    def decorate(function: Callable[..., Any]) -> Command:
+        @functools.wraps(function)
+        def call(**values: Any) -> Any:
+            def taken(several: Iterable[Option]) -> dict[str, Any]:
+                return {str(option.name): values.pop(str(option.name)) for option in several}
+
+            arguments: dict[str, Any] = {k: SimpleNamespace(**taken(o)) for k, o in objects.items()}
+            return function(
+                **arguments, **({"options": taken(keywords)} if keywords else {}), **values
+            )
+
+        places = [p for p in parameters if isinstance(p, click.Argument)]
+        alone = [p for p in parameters if isinstance(p, Option)]
+        return Command(
+            function.__name__.replace("_", "-"),
+            callback=call,
+            params=[*places, *chain(*objects.values()), *alone, *keywords, debug_option],
+            example=example,
+        )
+
+    return decorate
+
+
+class Command(click.Command):
+    """A command with groups of options and an example."""
+
+    def __init__(self, *args: Any, example: str, **settings: Any) -> None:
+        super().__init__(*args, **settings)
         self.example = example
 
     def invoke(self, ctx: click.Context) -> Any:
@@ -154,16 +210,9 @@ class Command(click.Command):
             if records:
                 with formatter.section(group.value):
                     formatter.write_dl(records)
-            for heading, rows in self.notes(members):
-                with formatter.section(heading):
-                    formatter.write_dl(rows)
-
-    def notes(
-        self, options: Sequence[click.Option]
-    ) -> Iterable[tuple[str, Sequence[tuple[str, str]]]]:
-        """Return the sections that follow the options of a group, each a heading with rows."""
-        del options
-        return ()
+            for table in (o.table for o in members if isinstance(o, Option) and o.table):
+                with formatter.section(table[0]):
+                    formatter.write_dl(table[1]())
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the example."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kfac_engine.cli.command import Group, file_path
+from kfac_engine.cli.command import MODEL, Group, command
 from kfac_engine.cli.display import (
     print_json,
     print_table,
@@ -17,15 +17,9 @@ from kfac_engine.cli.display import (
     shown_warnings,
     working,
 )
-from kfac_engine.cli.engine_options import EngineCommand, curvature_record
+from kfac_engine.cli.engine_options import curvature_options
 from kfac_engine.cli.inspect import print_legend
-from kfac_engine.cli.options import (
-    batch_option,
-    debug_option,
-    gathered,
-    json_option,
-    keywords,
-)
+from kfac_engine.cli.options import batch_option, json_option
 from kfac_engine.summary import dimensions
 
 if TYPE_CHECKING:
@@ -64,18 +58,15 @@ _FORM = (
 )
 
 
-@click.command(
-    cls=EngineCommand,
-    record=curvature_record,
-    example="kfac-engine curvature mlp.onnx --inputs images.npy --targets labels.npy \\\n"
+@command(
+    "kfac-engine curvature mlp.onnx --inputs images.npy --targets labels.npy \\\n"
     "  --structure ekfac -o mlp.curvature.safetensors",
+    MODEL,
+    batch_option,
+    files=_FILES,
+    form=_FORM,
+    options=curvature_options(),
 )
-@click.argument("model", type=file_path)
-@gathered("files", *_FILES)
-@batch_option
-@gathered("form", *_FORM)
-@keywords()
-@debug_option
 def curvature(
     model: Path,
     files: SimpleNamespace,

@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING
 
 import click
 
-from kfac_engine.cli.command import Command, Group
+from kfac_engine.cli.command import Group, command
 from kfac_engine.cli.display import print_table, progress, say, working
 from kfac_engine.cli.inspect import print_layers
-from kfac_engine.cli.options import debug_option
 from kfac_engine.cli.precondition import norm_rows, print_norms
 
 if TYPE_CHECKING:
@@ -34,15 +33,19 @@ TARGETS = (0.5, 0.2, 0.1)  # an early, a middle and a late loss of the held-out 
 BATCH_SIZE, HELD_OUT, EVALUATE_EVERY, MANY = 128, 360, 5, 1_000_000
 
 
-@click.command(cls=Command, example="kfac-engine demo --seconds 0.1 --seeds 1")
-@Group.LENGTH.option(
-    "--seconds", type=click.FloatRange(0.01, 60), default=0.8, help="CPU seconds of each run."
+@command(
+    "kfac-engine demo --seconds 0.1 --seeds 1",
+    Group.LENGTH.option(
+        "--seconds", type=click.FloatRange(0.01, 60), default=0.8, help="CPU seconds of each run."
+    ),
+    Group.LENGTH.option(
+        "--seeds",
+        type=click.IntRange(1, 20),
+        default=3,
+        help="Number of seeds; the table has medians.",
+    ),
+    Group.OUTPUT.file("--out", default=Path("demo-output"), help="Folder of the picture."),
 )
-@Group.LENGTH.option(
-    "--seeds", type=click.IntRange(1, 20), default=3, help="Number of seeds; the table has medians."
-)
-@Group.OUTPUT.file("--out", default=Path("demo-output"), help="Folder of the picture.")
-@debug_option
 def demo(seconds: float, seeds: int, out: Path) -> None:
     """Train a small CNN on digits with K-FAC, Muon, Adam and SGD."""
     import kfac_engine as ke

@@ -10,12 +10,10 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import click
-
 from kfac_engine import __version__
-from kfac_engine.cli.command import Command
+from kfac_engine.cli.command import command
 from kfac_engine.cli.display import print_json, print_table, warn
-from kfac_engine.cli.options import debug_option, json_option
+from kfac_engine.cli.options import json_option
 from kfac_engine.system.memory_limits import usable_cores
 
 _PACKAGES = (
@@ -37,9 +35,7 @@ _THREAD_VARIABLES = (
 _OLD_KERNELS = ("Prescott", "Nehalem", "Core2", "Penryn", "Dunnington", "Atom", "Sandybridge")
 
 
-@click.command(cls=Command, example="kfac-engine doctor")
-@json_option
-@debug_option
+@command("kfac-engine doctor", json_option)
 def doctor(as_json: bool) -> None:
     """Show versions, libraries, threads, the GPU and the selected backend."""
     report = examine()

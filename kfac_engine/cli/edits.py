@@ -3,11 +3,9 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import click
-
-from kfac_engine.cli.command import Command, Group, file_path
+from kfac_engine.cli.command import MODEL, Group, command
 from kfac_engine.cli.display import report_beside, say, working
-from kfac_engine.cli.options import debug_option, keywords, one_or_all
+from kfac_engine.cli.options import one_or_all
 
 if TYPE_CHECKING:
     from kfac_engine.graph.write import ModelProto
@@ -31,15 +29,9 @@ _HEAD = (
 )
 
 
-@click.command(
-    "replace-head",
-    cls=Command,
-    example="kfac-engine replace-head mlp.onnx --classes 5 -o new.onnx",
+@command(
+    "kfac-engine replace-head mlp.onnx --classes 5 -o new.onnx", MODEL, model_option, options=_HEAD
 )
-@click.argument("model", type=file_path)
-@keywords(*_HEAD)
-@model_option
-@debug_option
 def replace_head(model: Path, options: dict[str, Any], out: Path) -> None:
     """Write a model whose last dense layer has new weights, for other classes."""
     import kfac_engine as ke
@@ -72,15 +64,12 @@ _ADAPTERS = (
 )
 
 
-@click.command(
-    "add-adapters",
-    cls=Command,
-    example="kfac-engine add-adapters mlp.onnx --rank 4 -o adapted.onnx",
+@command(
+    "kfac-engine add-adapters mlp.onnx --rank 4 -o adapted.onnx",
+    MODEL,
+    model_option,
+    options=_ADAPTERS,
 )
-@click.argument("model", type=file_path)
-@keywords(*_ADAPTERS)
-@model_option
-@debug_option
 def add_adapters(model: Path, options: dict[str, Any], out: Path) -> None:
     """Write a model with low-rank updates of its layers, to be trained."""
     import kfac_engine as ke
@@ -93,17 +82,14 @@ def add_adapters(model: Path, options: dict[str, Any], out: Path) -> None:
         _report(edited, "lora", out)
 
 
-@click.command(
-    "merge-adapters",
-    cls=Command,
-    example="kfac-engine merge-adapters adapted.onnx -o merged.onnx",
+@command(
+    "kfac-engine merge-adapters adapted.onnx -o merged.onnx",
+    MODEL,
+    Group.DATA.file(
+        "--adapter", help="File of save-adapter, whose adapters replace those of the model."
+    ),
+    model_option,
 )
-@click.argument("model", type=file_path)
-@Group.DATA.file(
-    "--adapter", help="File of save-adapter, whose adapters replace those of the model."
-)
-@model_option
-@debug_option
 def merge_adapters(model: Path, adapter: Path | None, out: Path) -> None:
     """Write a model whose weights contain its adapters."""
     import kfac_engine as ke
@@ -117,14 +103,11 @@ def merge_adapters(model: Path, adapter: Path | None, out: Path) -> None:
         _report(edited, "lora", out)
 
 
-@click.command(
-    "save-adapter",
-    cls=Command,
-    example="kfac-engine save-adapter adapted.onnx -o task.onnx_adapter",
+@command(
+    "kfac-engine save-adapter adapted.onnx -o task.onnx_adapter",
+    MODEL,
+    Group.OUTPUT.file("-o", "--out", required=True, help="File for ONNX Runtime (.onnx_adapter)."),
 )
-@click.argument("model", type=file_path)
-@Group.OUTPUT.file("-o", "--out", required=True, help="File for ONNX Runtime (.onnx_adapter).")
-@debug_option
 def save_adapter(model: Path, out: Path) -> None:
     """Write the adapters of a model as a file that ONNX Runtime loads."""
     import kfac_engine as ke

@@ -6,13 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kfac_engine.cli.command import Choice, Command, Group, file_path
+from kfac_engine.cli.command import MODEL, Choice, Group, command
 from kfac_engine.cli.display import report_beside, say, shown_warnings, working
-from kfac_engine.cli.engine_options import LOSSES, OBJECTIVE, EngineCommand
+from kfac_engine.cli.engine_options import LOSSES, engine_options
 from kfac_engine.cli.options import (
     chosen_losses,
-    debug_option,
-    keywords,
     one_or_all,
     provider_option,
     sample_option,
@@ -30,6 +28,8 @@ _NAMES = (
     "loss", "output", "class_axis", "reduction", "trainable", "freeze", "tie_weights",
     "batch_axes", "train_form",
 )  # fmt: skip
+# Those that the gradient of a model depends on, besides losses and outputs.
+_OBJECTIVE = ("class_axis", "reduction", "freeze", "gradient_dtype", "batch_axes")
 # A file cannot have the decomposition that GaussNewton needs.
 _OPTIMIZERS = tuple(name for name in OPTIMIZERS if name != "gauss_newton")
 _OPTIONS = (
@@ -65,17 +65,13 @@ _OPTIONS = (
 )
 
 
-@click.command(
-    "export-training",
-    cls=EngineCommand,
-    example="kfac-engine export-training mlp.onnx --optimizer kfac -o train",
-    names=_NAMES,
+@command(
+    "kfac-engine export-training mlp.onnx --optimizer kfac -o train",
+    MODEL,
+    sample_option,
+    Group.OUTPUT.file("-o", "target", required=True, help="Folder of the files, which may be new."),
+    options=(*_OPTIONS, *engine_options(*_NAMES)),
 )
-@click.argument("model", type=file_path)
-@keywords(*_OPTIONS)
-@sample_option
-@Group.OUTPUT.file("-o", "target", required=True, help="Folder of the files; created if needed.")
-@debug_option
 def export_training(
     model: Path, options: dict[str, Any], inputs: Path | None, target: Path
 ) -> None:
@@ -134,16 +130,13 @@ _GRADIENT_OPTIONS = (
 )
 
 
-@click.command(
-    cls=EngineCommand,
-    example="kfac-engine differentiate mlp.onnx --loss cross_entropy -o gradient.onnx",
-    names=OBJECTIVE,
+@command(
+    "kfac-engine differentiate mlp.onnx --loss cross_entropy -o gradient.onnx",
+    MODEL,
+    sample_option,
+    Group.OUTPUT.file("-o", "target", required=True, help="File of the result (.onnx)."),
+    options=(*_GRADIENT_OPTIONS, *engine_options(*_OBJECTIVE)),
 )
-@click.argument("model", type=file_path)
-@keywords(*_GRADIENT_OPTIONS)
-@sample_option
-@Group.OUTPUT.file("-o", "target", required=True, help="File of the result (.onnx).")
-@debug_option
 def differentiate(model: Path, options: dict[str, Any], inputs: Path | None, target: Path) -> None:
     """Write the gradient of a model as a plain ONNX model."""
     import kfac_engine as ke
@@ -170,24 +163,12 @@ def _names_of_each(
 
 _KINDS = (
     Group.MODEL.option(
-        "--wrt",
-        required=True,
-        metavar="INPUT",
-        help="Name of the input x to differentiate with respect to, of the shape (n, d).",
-    ),
-    Group.MODEL.option(
         "--output",
         "outputs",
         metavar="NAME",
         multiple=True,
         callback=one_or_all,
         help="Output u to differentiate; by default all that depend on the input. May be repeated.",
-    ),
-    Group.MODEL.option(
-        "--features",
-        metavar="NAMES",
-        callback=_names,
-        help="Names of the features of the input, as t,x; by default they have numbers from zero.",
     ),
     Group.OUTPUT.option(
         "--jacobian", is_flag=True, help="Add 'jacobian of u', the derivatives by all features."
@@ -215,14 +196,25 @@ _KINDS = (
 )
 
 
-@click.command(
-    cls=Command, example="kfac-engine derivatives mlp.onnx --wrt image --jacobian -o jacobian.onnx"
+@command(
+    "kfac-engine derivatives mlp.onnx --wrt image --jacobian -o jacobian.onnx",
+    MODEL,
+    Group.MODEL.option(
+        "--wrt",
+        required=True,
+        metavar="INPUT",
+        help="Name of the input x to differentiate with respect to, of the shape (n, d).",
+    ),
+    Group.MODEL.option(
+        "--features",
+        metavar="NAMES",
+        callback=_names,
+        help="Names of the features of the input, as t,x; by default they have numbers from zero.",
+    ),
+    sample_option,
+    Group.OUTPUT.file("-o", "target", required=True, help="File of the result (.onnx)."),
+    options=_KINDS,
 )
-@click.argument("model", type=file_path)
-@keywords(*_KINDS)
-@sample_option
-@Group.OUTPUT.file("-o", "target", required=True, help="File of the result (.onnx).")
-@debug_option
 def derivatives(
     model: Path,
     wrt: str,

@@ -6,14 +6,11 @@ from typing import TYPE_CHECKING
 
 import click
 
-from kfac_engine.cli.command import Command, Group, file_path
+from kfac_engine.cli.command import MODEL, Group, command
 from kfac_engine.cli.display import print_json, print_table, report_beside, say, working
 from kfac_engine.cli.options import (
-    Options,
     batch_option,
     curvature_option,
-    debug_option,
-    gathered,
     json_option,
     labeled_data,
     read_curvature,
@@ -28,7 +25,7 @@ if TYPE_CHECKING:
 _MOST_QUERIES = 20
 
 
-_FILES: Options = (
+_FILES = (
     curvature_option,
     *labeled_data("--inputs", "Training data"),
     Group.DATA.file(
@@ -47,24 +44,22 @@ _FILES: Options = (
 )
 
 
-@click.command(
-    cls=Command,
-    example="kfac-engine influence mlp.onnx --curvature mlp.curvature.safetensors \\\n"
+@command(
+    "kfac-engine influence mlp.onnx --curvature mlp.curvature.safetensors \\\n"
     "  --inputs images.npy --targets labels.npy \\\n"
     "  --queries queries.npy --query-targets answers.npy -o scores.npz",
+    MODEL,
+    batch_option,
+    Group.CURVATURE.option(
+        "--damping",
+        type=click.FloatRange(min=0),
+        help="Damping λ, added to the Fisher matrix; by default a tenth of the mean eigenvalue of "
+        "each block.",
+    ),
+    Group.OUTPUT.count("--top", default=5, help="Number of examples in each row of the table."),
+    json_option,
+    files=_FILES,
 )
-@click.argument("model", type=file_path)
-@gathered("files", *_FILES)
-@batch_option
-@Group.CURVATURE.option(
-    "--damping",
-    type=click.FloatRange(min=0),
-    help="Damping λ, added to the Fisher matrix; by default a tenth of the mean eigenvalue of each "
-    "block.",
-)
-@Group.OUTPUT.count("--top", default=5, help="Number of examples in each row of the table.")
-@json_option
-@debug_option
 def influence(
     model: Path,
     files: SimpleNamespace,

@@ -6,9 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-import click
-
-from kfac_engine.cli.command import Group, file_path
+from kfac_engine.cli.command import MODEL, Group, command
 from kfac_engine.cli.display import (
     print_json,
     print_lines,
@@ -18,13 +16,8 @@ from kfac_engine.cli.display import (
     warn,
     working,
 )
-from kfac_engine.cli.engine_options import EngineCommand
-from kfac_engine.cli.options import (
-    debug_option,
-    json_option,
-    keywords,
-    sample_option,
-)
+from kfac_engine.cli.engine_options import engine_options
+from kfac_engine.cli.options import json_option, sample_option
 from kfac_engine.errors import ExportWarning, InputError
 from kfac_engine.summary import binary_size, dimensions
 
@@ -45,25 +38,23 @@ if TYPE_CHECKING:
 _MOST_ALIKE = 3
 
 
-@click.command(
-    cls=EngineCommand,
-    example="kfac-engine inspect mlp.onnx --batch 128",
+@command(
+    "kfac-engine inspect mlp.onnx --batch 128",
+    MODEL,
+    Group.MODEL.count(
+        "--batch",
+        help="Number of examples in a batch, for the peak memory; by default the number in "
+        "--inputs, or 1.",
+    ),
+    sample_option,
+    Group.OUTPUT.file(
+        "--plot",
+        help="Picture of the eigenvalues of the factors of the batch in --inputs, next to the "
+        "damping: .png, .svg, .pdf or .html. All but .html need matplotlib.",
+    ),
+    json_option,
+    options=engine_options(),
 )
-@click.argument("model", type=file_path)
-@Group.MODEL.count(
-    "--batch",
-    help="Number of examples in a batch, for the peak memory; by default the number in --inputs, "
-    "or 1.",
-)
-@sample_option
-@Group.OUTPUT.file(
-    "--plot",
-    help="Picture of the eigenvalues of the factors of the batch in --inputs, next to the damping: "
-    ".png, .svg, .pdf or .html. All but .html need matplotlib.",
-)
-@keywords()
-@json_option
-@debug_option
 def inspect(
     model: Path,
     batch: int | None,

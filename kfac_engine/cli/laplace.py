@@ -6,15 +6,9 @@ from typing import TYPE_CHECKING
 
 import click
 
-from kfac_engine.cli.command import Command, Group, file_path
+from kfac_engine.cli.command import MODEL, Group, command
 from kfac_engine.cli.display import print_json, print_table, report_beside, say, working
-from kfac_engine.cli.options import (
-    curvature_option,
-    debug_option,
-    gathered,
-    json_option,
-    read_curvature,
-)
+from kfac_engine.cli.options import curvature_option, json_option, read_curvature
 from kfac_engine.errors import InputError
 
 if TYPE_CHECKING:
@@ -93,17 +87,15 @@ _PREDICTION = (
 )
 
 
-@click.command(
-    cls=Command,
-    example="kfac-engine laplace mlp.onnx --curvature mlp.curvature.safetensors \\\n"
+@command(
+    "kfac-engine laplace mlp.onnx --curvature mlp.curvature.safetensors \\\n"
     "  --inputs queries.npy -o predictive.npz",
+    MODEL,
+    json_option,
+    files=_FILES,
+    prior=_POSTERIOR,
+    prediction=_PREDICTION,
 )
-@click.argument("model", type=file_path)
-@gathered("files", *_FILES)
-@gathered("prior", *_POSTERIOR)
-@gathered("prediction", *_PREDICTION)
-@json_option
-@debug_option
 def laplace(
     model: Path,
     files: SimpleNamespace,

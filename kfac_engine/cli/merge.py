@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 import click
 
-from kfac_engine.cli.command import Command, Group, file_path
+from kfac_engine.cli.command import Group, command, file_path
 from kfac_engine.cli.display import print_json, print_table, report_beside, say, tell, working
-from kfac_engine.cli.options import debug_option, json_option, read_curvature, sample_option
+from kfac_engine.cli.options import json_option, read_curvature, sample_option
 from kfac_engine.errors import InputError
 from kfac_engine.printable import printable
 from kfac_engine.summary import dimensions
@@ -21,31 +21,29 @@ if TYPE_CHECKING:
 _MOST_NAMES = 5
 
 
-@click.command(
-    cls=Command,
-    example="kfac-engine merge mlp.onnx other.onnx --curvature mlp.curvature.safetensors \\\n"
+@command(
+    "kfac-engine merge mlp.onnx other.onnx --curvature mlp.curvature.safetensors \\\n"
     "  --curvature other.curvature.safetensors -o merged.onnx",
+    click.Argument(["models"], type=file_path, nargs=-1, required=True),
+    Group.DATA.file(
+        "--curvature",
+        "curvatures",
+        multiple=True,
+        required=True,
+        help="Curvature of each model, a file that the command curvature wrote; repeated for each "
+        "model, in their order.",
+    ),
+    Group.DATA.option(
+        "--weight",
+        "weights",
+        type=click.FloatRange(min=0, min_open=True),
+        multiple=True,
+        help="Weight of each model, repeated in their order; by default all are equal.",
+    ),
+    sample_option,
+    Group.OUTPUT.file("-o", "--out", required=True, help="The merged model (.onnx)."),
+    json_option,
 )
-@click.argument("models", type=file_path, nargs=-1, required=True)
-@Group.DATA.file(
-    "--curvature",
-    "curvatures",
-    multiple=True,
-    required=True,
-    help="Curvature of each model, a file that the command curvature wrote; once for each model, "
-    "in their order.",
-)
-@Group.DATA.option(
-    "--weight",
-    "weights",
-    type=click.FloatRange(min=0, min_open=True),
-    multiple=True,
-    help="Weight of each model, in their order; by default all are equal.",
-)
-@sample_option
-@Group.OUTPUT.file("-o", "--out", required=True, help="The merged model (.onnx).")
-@json_option
-@debug_option
 def merge(
     models: tuple[Path, ...],
     curvatures: tuple[Path, ...],

@@ -1,22 +1,17 @@
-"""Options that several commands share, decorators that collect their values, and processes."""
+"""Options that several commands share, and processes."""
 
 import ast
-import functools
-import inspect
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout
-from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from kfac_engine.cli.command import Choice, Group, Option
 from kfac_engine.cli.display import shown_warnings, working
-from kfac_engine.cli.interruption import Interruption
 from kfac_engine.distributed.job import launched_by_mpi
 
 if TYPE_CHECKING:
@@ -24,40 +19,12 @@ if TYPE_CHECKING:
     from kfac_engine.engine.loss_bindings import LossChoice, LossChoices
 
 
-Command: TypeAlias = Callable[..., Any]
-# Click's decorators, in the order of the help page.
-Options: TypeAlias = tuple[Callable[[Command], Command], ...]
-
-
-@dataclass
-class Invocation:
-    """State of one run of the program."""
-
-    # Whether a failure shows its traceback; ``--debug`` sets it at any position.
-    debug: bool = False
-    command: click.Command | None = None  # the command that runs; None before its options are read
-    # Reaction of the program to signals.
-    interruption: Interruption = field(default_factory=Interruption)
-
-
-def _remember_debug(context: click.Context, _: click.Parameter, value: bool) -> None:
-    context.ensure_object(Invocation).debug |= value
-
-
-debug_option = Group.GENERAL.option(
-    "--debug",
-    is_flag=True,
-    is_eager=True,
-    expose_value=False,
-    callback=_remember_debug,
-    help="Show the traceback of an error.",
-)
 json_option = Group.OUTPUT.option(
     "--json", "as_json", is_flag=True, help="Print the report as JSON."
 )
 
 
-def _sample_option(default: str) -> Callable[[Command], Command]:
+def _sample_option(default: str) -> Option:
     return Group.DATA.file(
         "--inputs",
         help=f"Batch from which shapes and sequence lengths are inferred, .npz or .npy; {default} "
@@ -70,7 +37,7 @@ sample_option = _sample_option("generated")
 data_sample_option = _sample_option("the first examples of --data")
 
 
-def labeled_data(flag: str, what: str = "Data") -> Options:
+def labeled_data(flag: str, what: str = "Data") -> tuple[Option, Option]:
     """Return the options of inputs with their targets, in one file or two."""
     return (
         Group.DATA.file(
@@ -176,54 +143,6 @@ def one_or_more(
     return values or None
 
 
-def keywords(*options: Callable[[Command], Command]) -> Callable[[Command], Command]:
-    """Return a decorator that passes options to a command as a dictionary ``options``.
-
-    It receives every value that the command has no parameter for. The options are click's
-    decorators, in the order of the help page. Each is named after the keyword argument of the
-    library that receives its value.
-    """
-
-    def decorate(command: Command) -> Command:
-        parameters = inspect.signature(command).parameters
-
-        @functools.wraps(command)
-        def call(**values: Any) -> Any:
-            arguments = {name: values.pop(name) for name in parameters if name in values}
-            return command(**arguments, options=values)
-
-        return _decorated(call, options)
-
-    return decorate
-
-
-def gathered(keyword: str, *options: Callable[[Command], Command]) -> Callable[[Command], Command]:
-    """Return a decorator that adds options to a command and passes their values as one object.
-
-    The argument ``keyword`` of the command has an attribute for each option. The options are
-    click's decorators, in the order of the help page.
-    """
-
-    def decorate(command: Command) -> Command:
-        @functools.wraps(command)
-        def call(**values: Any) -> Any:
-            entries = {name: values.pop(name) for name in names}
-            return command(**values, **{keyword: SimpleNamespace(**entries)})
-
-        before = len(getattr(call, "__click_params__", ()))
-        decorated = _decorated(call, options)
-        names = [option.name for option in decorated.__click_params__[before:]]  # type: ignore[attr-defined]
-        return decorated
-
-    return decorate
-
-
-def _decorated(command: Command, options: Options) -> Command:
-    for option in reversed(options):
-        command = option(command)
-    return command
-
-
 curvature_option = Group.DATA.file(
     "--curvature",
     required=True,
@@ -251,18 +170,12 @@ def read_curvature(path: Path, model: Path, sample: Path | None = None) -> "ke.C
         return ke.Curvature.load(path, model, sample_inputs=inputs)
 
 
-_DISTRIBUTION = "distribution"
-
-
-def distribution_option() -> Option:
-    """Return the option of ``divided_among_processes``."""
-    return Option(
-        [f"--{_DISTRIBUTION}"],
-        type=Choice(("replicate", "shard")),
-        group=Group.MACHINE,
-        help="Division of the curvature among the processes of mpirun: each stores all inverses, "
-        "or the inverses of its layers. By default replicate.",
-    )
+distribution_option = Group.MACHINE.option(
+    "--distribution",
+    type=Choice(("replicate", "shard")),
+    help="Division of the curvature among the processes of mpirun: each stores all inverses, "
+    "or the inverses of its layers. By default replicate.",
+)
 
 
 @contextmanager
@@ -272,7 +185,7 @@ def divided_among_processes(options: dict[str, Any]) -> Iterator[None]:
     An error of one process becomes an error of all. Only the first process prints. ``options`` has
     the distribution and receives the communicator.
     """
-    distribution = options.pop(_DISTRIBUTION)
+    distribution = options.pop("distribution")
     if distribution is None and not launched_by_mpi():
         yield
         return

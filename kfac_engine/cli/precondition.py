@@ -6,9 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-import click
-
-from kfac_engine.cli.command import Group, file_path
+from kfac_engine.cli.command import MODEL, Group, command
 from kfac_engine.cli.display import (
     print_json,
     print_table,
@@ -18,13 +16,8 @@ from kfac_engine.cli.display import (
     tell,
     working,
 )
-from kfac_engine.cli.engine_options import EngineCommand, options_of
-from kfac_engine.cli.options import (
-    debug_option,
-    gathered,
-    json_option,
-    keywords,
-)
+from kfac_engine.cli.engine_options import SCHEDULE, engine_options
+from kfac_engine.cli.options import json_option
 from kfac_engine.curvature.schedule import Schedule
 from kfac_engine.errors import InputError
 from kfac_engine.printable import printable
@@ -58,26 +51,23 @@ _FILES = (
 
 # Name, shape, gradient norm and natural gradient norm of a parameter.
 Norms: TypeAlias = tuple[str, tuple[int, ...], float, float]
-# Fields of the schedule; --state counts the calls.
-_SCHEDULE = ("covariance_every", "refresh_every", "policy")
 
 
-@click.command(
-    cls=EngineCommand,
-    example="kfac-engine precondition mlp.onnx --inputs images.npy \\\n"
+@command(
+    "kfac-engine precondition mlp.onnx --inputs images.npy \\\n"
     "  --targets labels.npy -o gradients.safetensors",
-    params=options_of(Schedule, _SCHEDULE),
+    MODEL,
+    Group.CURVATURE.option("--exp", default=-1.0, help="Power of the Fisher matrix."),
+    json_option,
+    files=_FILES,
+    refreshes=SCHEDULE,
+    options=engine_options(),
 )
-@click.argument("model", type=file_path)
-@gathered("files", *_FILES)
-@Group.CURVATURE.option("--exp", default=-1.0, help="Power of the Fisher matrix.")
-@keywords()
-@json_option
-@debug_option
 def precondition(
     model: Path,
     files: SimpleNamespace,
     exp: float,
+    refreshes: SimpleNamespace,
     options: dict[str, Any],
     as_json: bool,
 ) -> None:
@@ -92,8 +82,7 @@ def precondition(
     with working("reading"):
         inputs, data = reading.read_data(files.inputs, files.targets, model)
     with working("preparing the model"), shown_warnings():
-        chosen = {name: options.pop(name) for name in _SCHEDULE}
-        schedule = Schedule(**{name: value for name, value in chosen.items() if value is not None})
+        schedule = Schedule(**vars(refreshes))
         engine = ke.Engine.from_onnx(
             model, exps=(exp,), schedule=schedule, sample_inputs=inputs, **options
         )

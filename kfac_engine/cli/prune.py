@@ -6,13 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kfac_engine.cli.command import Command, Group, file_path
+from kfac_engine.cli.command import MODEL, Group, command
 from kfac_engine.cli.display import print_json, print_table, report_beside, say, working
 from kfac_engine.cli.options import (
     curvature_option,
-    debug_option,
     json_option,
-    keywords,
     one_or_more,
     read_curvature,
     sample_option,
@@ -41,19 +39,17 @@ damping_option = Group.PRUNING.option(
 )
 
 
-@click.command(
-    cls=Command,
-    example="kfac-engine saliency mlp.onnx --curvature mlp.curvature.safetensors \\\n"
+@command(
+    "kfac-engine saliency mlp.onnx --curvature mlp.curvature.safetensors \\\n"
     "  --method obd -o saliency.safetensors",
+    MODEL,
+    curvature_option,
+    sample_option,
+    method_option,
+    damping_option,
+    Group.OUTPUT.file("-o", "--out", required=True, help="File of the result (.safetensors)."),
+    json_option,
 )
-@click.argument("model", type=file_path)
-@curvature_option
-@sample_option
-@method_option
-@damping_option
-@Group.OUTPUT.file("-o", "--out", required=True, help="File of the result (.safetensors).")
-@json_option
-@debug_option
 def saliency(
     model: Path,
     curvature: Path,
@@ -127,18 +123,16 @@ _SELECTION = (
 )
 
 
-@click.command(
-    cls=Command,
-    example="kfac-engine prune mlp.onnx --curvature mlp.curvature.safetensors \\\n"
+@command(
+    "kfac-engine prune mlp.onnx --curvature mlp.curvature.safetensors \\\n"
     "  --sparsity 0.5 -o pruned.onnx",
+    MODEL,
+    curvature_option,
+    sample_option,
+    Group.OUTPUT.file("-o", "--out", required=True, help="The pruned model (.onnx)."),
+    json_option,
+    options=_SELECTION,
 )
-@click.argument("model", type=file_path)
-@curvature_option
-@sample_option
-@keywords(*_SELECTION)
-@Group.OUTPUT.file("-o", "--out", required=True, help="The pruned model (.onnx).")
-@json_option
-@debug_option
 def prune(
     model: Path,
     curvature: Path,

@@ -1,7 +1,7 @@
 """``train`` and ``report``: train a model, and draw the log."""
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from inspect import signature
 from math import isfinite
 from pathlib import Path
@@ -10,24 +10,18 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kfac_engine.cli.command import Choice, Command, Group, Option, file_path
+from kfac_engine.cli.command import MODEL, Choice, Group, Invocation, command, file_path
 from kfac_engine.cli.display import print_json, report_beside, say, shown_warnings, tell, working
-from kfac_engine.cli.engine_options import EngineCommand, options_of
+from kfac_engine.cli.engine_options import engine_options
 from kfac_engine.cli.interruption import Interruption, SignalReceived
 from kfac_engine.cli.options import (
-    Invocation,
-    Options,
     data_sample_option,
-    debug_option,
     distribution_option,
     divided_among_processes,
-    gathered,
     json_option,
-    keywords,
     labeled_data,
     one_or_more,
 )
-from kfac_engine.curvature.schedule import Schedule
 from kfac_engine.errors import InferenceFormWarning, InputError
 from kfac_engine.printable import printable
 
@@ -42,8 +36,6 @@ SCHEDULES = ("tail", "cosine", "constant")
 # Fields of an engine's options that the command sets itself: an optimizer needs parameters in
 # single precision, and K-FAC sets the damping of the engine.
 SET_HERE = ("damping", "gradient_dtype")
-# The fields of ``Schedule`` that are options.
-_REFRESH_OPTIONS = ("refresh_every",)
 
 
 def _callbacks(choices: SimpleNamespace) -> "Iterator[Callback]":
@@ -92,41 +84,7 @@ _CHOICES = (
 )  # fmt: skip
 
 
-def refresh_options() -> list[Option]:
-    """Return the options of a schedule, with the defaults of the optimizer."""
-    options = options_of(Schedule, _REFRESH_OPTIONS)
-    for option in options:
-        option.default, option.show_default = None, False
-        option.group = Group.KFAC_REFRESHES
-        # A step of the optimizer is a call of the engine.
-        option.text = option.text.replace("call", "step")
-        option.metavar = option.metavar and option.metavar.replace("CALLS", "STEPS")
-    return options
-
-
-def chosen_refreshes(options: dict[str, Any], optimizer: str) -> dict[str, Any]:
-    """Remove the values of ``refresh_options`` from options, and return those that are given.
-
-    ``InputError`` is raised if a value is given that the optimizer does not take.
-    """
-    return _taken(optimizer, {name: options.pop(name) for name in _REFRESH_OPTIONS})
-
-
-def _taken(optimizer: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options that the user gave; refuse one that the optimizer does not take."""
-    from kfac_engine.training.fit import OPTIMIZERS
-
-    chosen = {name: value for name, value in values.items() if value is not None}
-    takes = {name: signature(make).parameters for name, make in OPTIMIZERS.items()}
-    for option in chosen:
-        if option not in takes[optimizer]:
-            others = ", ".join(name for name, known in takes.items() if option in known)
-            flag = f"--{option.replace('_', '-')}"
-            raise InputError(f"{flag} belongs to {others}; {optimizer} has no such option.")
-    return chosen
-
-
-_FILES: Options = (
+_FILES = (
     *labeled_data("--data"),
     Group.VALIDATION.option(
         "--validation",
@@ -148,11 +106,14 @@ _UPDATE = (
     Group.OPTIMIZER.option(
         "--learning-rate", type=float, help="Learning rate; by default the optimizer's own."),
     Group.OPTIMIZER.option(
-        "--damping", "optimizer_damping", type=float,
+        "--damping", type=float,
         help="Damping for kfac and gauss_newton. That of kfac without --learning-rate is relative "
         "to the mean eigenvalue of each block, and 0.1 by default."),
     Group.OPTIMIZER.option(
         "--weight-decay", type=float, help="Weight decay; by default the optimizer's own."),
+    Group.KFAC_REFRESHES.option(
+        "--refresh-every", type=int,
+        help="Number of steps from one refresh of a factor to the next."),
 )  # fmt: skip
 _COURSE = (
     Group.LENGTH.count(
@@ -186,21 +147,17 @@ _COURSE = (
 )  # fmt: skip
 
 
-@click.command(
-    cls=EngineCommand,
-    example="kfac-engine train mlp.onnx --data digits.npz --validation 0.1 \\\n"
+@command(
+    "kfac-engine train mlp.onnx --data digits.npz --validation 0.1 \\\n"
     "  --epochs 3 --log run.jsonl -o trained.onnx",
-    without=SET_HERE,
-    params=[distribution_option(), *refresh_options()],
+    MODEL,
+    json_option,
+    files=_FILES,
+    update=_UPDATE,
+    course=_COURSE,
+    choices=_CHOICES,
+    options=(distribution_option, *engine_options(without=SET_HERE)),
 )
-@click.argument("model", type=file_path)
-@gathered("files", *_FILES)
-@gathered("update", *_UPDATE)
-@gathered("course", *_COURSE)
-@gathered("choices", *_CHOICES)
-@keywords()
-@json_option
-@debug_option
 def train(
     model: Path,
     files: SimpleNamespace,
@@ -231,13 +188,12 @@ def _train(
     from kfac_engine.cli.files import read_sample
 
     _check(files, model, resume=course.resume)
-    refreshes = chosen_refreshes(options, update.optimizer)
     with working("preparing the model"), shown_warnings():
         sample = read_sample(files, model, options)
         engine = ke.Engine.from_onnx(
             model, sample_inputs=sample, gradient_dtype="float32", **options
         )
-        optimizer = _optimizer(engine, update, refreshes)
+        optimizer = _optimizer(engine, **vars(update))
     for note in engine.inference_notes:
         tell("note", f"{printable(note)}.")
     interruption = click.get_current_context().ensure_object(Invocation).interruption
@@ -283,18 +239,18 @@ def _check(files: SimpleNamespace, model: Path, *, resume: bool) -> None:
         )
 
 
-def _optimizer(
-    engine: "ke.Engine", update: SimpleNamespace, refreshes: Mapping[str, Any]
-) -> "Optimizer":
+def _optimizer(engine: "ke.Engine", optimizer: str, **values: Any) -> "Optimizer":
+    """Return an optimizer with the options that are given; refuse those that it does not take."""
     from kfac_engine.training.fit import OPTIMIZERS
 
-    choices = {
-        "learning_rate": update.learning_rate,
-        "damping": update.optimizer_damping,
-        "weight_decay": update.weight_decay,
-    }
-    options = _taken(update.optimizer, choices)
-    return OPTIMIZERS[update.optimizer](engine, **options, **refreshes)
+    chosen = {name: value for name, value in values.items() if value is not None}
+    takes = {name: signature(make).parameters for name, make in OPTIMIZERS.items()}
+    for option in chosen:
+        if option not in takes[optimizer]:
+            others = ", ".join(name for name, known in takes.items() if option in known)
+            flag = f"--{option.replace('_', '-')}"
+            raise InputError(f"{flag} belongs to {others}; {optimizer} has no such option.")
+    return OPTIMIZERS[optimizer](engine, **chosen)
 
 
 def _fit(
@@ -363,10 +319,11 @@ def _report(history: "ke.History", path: Path, as_json: bool) -> None:
     say(f"written to {path}")
 
 
-@click.command(cls=Command, example="kfac-engine report run.jsonl -o run.html")
-@click.argument("log", type=file_path)
-@Group.OUTPUT.file("-o", "--out", required=True, help="File of the page (.html).")
-@debug_option
+@command(
+    "kfac-engine report run.jsonl -o run.html",
+    click.Argument(["log"], type=file_path),
+    Group.OUTPUT.file("-o", "--out", required=True, help="File of the page (.html)."),
+)
 def report(log: Path, out: Path) -> None:
     """Write a page with the charts and tables of a training run."""
     import kfac_engine as ke

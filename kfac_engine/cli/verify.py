@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kfac_engine.cli.command import Group, file_path
+from kfac_engine.cli.command import MODEL, Group, command
 from kfac_engine.cli.display import print_json, print_table, say, working
-from kfac_engine.cli.engine_options import EngineCommand
-from kfac_engine.cli.options import debug_option, gathered, json_option, keywords, labeled_data
+from kfac_engine.cli.engine_options import engine_options
+from kfac_engine.cli.options import json_option, labeled_data
 
 if TYPE_CHECKING:
     from kfac_engine.verification.checks import Check, Measurement, Verification
@@ -19,23 +19,21 @@ if TYPE_CHECKING:
 FAILED = 3
 
 
-@click.command(
-    cls=EngineCommand,
-    example="kfac-engine verify mlp.onnx --inputs images.npy --targets labels.npy",
+@command(
+    "kfac-engine verify mlp.onnx --inputs images.npy --targets labels.npy",
+    MODEL,
+    Group.CHECKS.count(
+        "--examples", default=8, help="Largest number of examples that the checks read."
+    ),
+    Group.CHECKS.count(
+        "--parameters",
+        default=12,
+        help="Largest number of parameters, and of layers, that are checked one by one.",
+    ),
+    json_option,
+    files=labeled_data("--inputs"),
+    options=engine_options(),
 )
-@click.argument("model", type=file_path)
-@gathered("files", *labeled_data("--inputs"))
-@Group.CHECKS.count(
-    "--examples", default=8, help="Largest number of examples that the checks read."
-)
-@Group.CHECKS.count(
-    "--parameters",
-    default=12,
-    help="Largest number of parameters, and of layers, that are checked one by one.",
-)
-@keywords()
-@json_option
-@debug_option
 def verify(
     model: Path,
     files: SimpleNamespace,

@@ -24,8 +24,7 @@ def failing(monkeypatch):
     """Adds a command `fail` that raises what it is given."""
 
     def add(error):
-        @click.command
-        @frame.debug_option
+        @click.command(params=[frame.debug_option])
         def fail():
             raise error
 

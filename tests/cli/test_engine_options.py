@@ -1,98 +1,76 @@
-"""An option of the engine is written once: the command line and its page follow from the record."""
+"""The options of the command line have the fields and the defaults of the records."""
 
 import contextlib
 import io
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Literal
 
 import click
 import pytest
 
 from kfac_engine.analysis.fisher_matrix.options import CurvatureOptions
 from kfac_engine.cli.app import app
-from kfac_engine.cli.command import Group
-from kfac_engine.cli.engine_options import CURVATURE_TEXTS, ROWS, EngineCommand, Row, options_of
-from kfac_engine.cli.options import keywords
+from kfac_engine.cli.engine_options import SCHEDULE, curvature_options, engine_options
 from kfac_engine.curvature.schedule import Schedule
 from kfac_engine.engine.options import EngineOptions
-from scripts import list_options
 
 ROOT = Path(__file__).resolve().parents[2]
+# Record to its options and the fields that a command sets itself or that no command computes.
+RECORDS = {
+    EngineOptions: (
+        engine_options(),
+        {"exps", "schedule", "sample_inputs", "draws", "compute_cholesky"}
+        | {"compute_cholesky_inverse", "communicator", "distribution"},
+    ),
+    CurvatureOptions: (curvature_options(), {"sample_inputs", "draws"}),
+    Schedule: (SCHEDULE, {"overlap"}),
+}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Extended(EngineOptions):
-    """Options and one more of each type."""
-
-    dummy: float = 0.25
-    colour: Literal["red", "blue"] = "red"
-    quiet: bool = False
-    open: bool = True
-    sizes: Sequence[float] | None = None
-    sorts: str | Sequence[str] | None = None
-    axes: Mapping[str, int] | None = None
-
-
-@pytest.fixture
-def command(monkeypatch):
-    """A command with the extended record; it returns what it was given."""
-    monkeypatch.setattr("kfac_engine.engine.options.EngineOptions", Extended)
-    for name in {field.name for field in fields(Extended)} - set(ROWS):
-        monkeypatch.setitem(ROWS, name, Row(Group.MODEL, f"Weight of the {name}; for the test."))
-
-    @click.command(cls=EngineCommand, example="")
-    @keywords()
-    def given(options):
-        return options
-
-    return given
-
-
-def test_a_new_field_is_an_option_with_its_help_and_a_row_of_the_page(command):
-    assert command.main(["--dummy", "0.5"], standalone_mode=False)["dummy"] == 0.5
-    assert command.main([], standalone_mode=False)["dummy"] == 0.25
-    page = command.get_help(click.Context(command))
-    assert "--dummy FLOAT" in page
-    assert "Weight of the dummy; for the test. [default: 0.25]" in " ".join(page.split())
-    row = "| `--dummy` | `0.25` | Weight of the dummy; for the test. |\n"
-    assert row in list_options.table(options_of(Extended))
-
-
-def test_the_type_of_a_field_decides_how_its_option_is_read(command):
-    words = ["--colour=blue", "--quiet", "--no-open", "--sizes=1", "--sizes=2.5"]
-    options = command.main([*words, "--sorts=a", "--axes=x=-1"], standalone_mode=False)
-    expected = {
-        "colour": "blue", "quiet": True, "open": False, "sizes": (1.0, 2.5), "sorts": "a",
-        "axes": {"x": -1},
-    }  # fmt: skip
-    assert {name: options[name] for name in expected} == expected
-    assert command.main([], standalone_mode=False)["sorts"] is None
-    with pytest.raises(click.BadParameter, match="'green' is not one of 'red', 'blue'"):
-        command.main(["--colour", "green"], standalone_mode=False)
-
-
-@pytest.mark.parametrize("record", [EngineOptions, CurvatureOptions])
-def test_defaults_of_the_command_line_are_those_of_the_record(record):
-    command = click.Command("none", callback=lambda **values: values)
-    command.params = options_of(record)
+@pytest.mark.parametrize("record", RECORDS)
+def test_options_have_the_names_and_the_defaults_of_the_record(record):
+    options, elsewhere = RECORDS[record]
+    command = click.Command("none", callback=lambda **values: values, params=list(options))
     values = command.main([], standalone_mode=False)
+    assert set(values) == {field.name for field in fields(record)} - elsewhere
     # A record needs a loss; the command line has a default.
-    assert asdict(record(**values)) == asdict(record(loss="categorical"))
+    needed = {"loss": "categorical"} if "loss" in values else {}
+    assert asdict(record(**values)) == asdict(record(**needed))
 
 
-def test_every_field_has_a_text_and_every_row_a_field():
-    records = EngineOptions, Schedule, CurvatureOptions
-    names = {field.name for record in records for field in fields(record)}
-    assert set(CURVATURE_TEXTS) <= set(ROWS) <= names
-    assert all(
-        option.help.startswith(tuple("ABCDEFGHIJKLMNOPQRSTUVWXYZ"))
-        for record in records
-        for option in options_of(record, names & set(ROWS))
-    )
+@pytest.mark.parametrize(
+    ("words", "name", "value"),
+    [
+        (["--output=a"], "output", "a"),
+        (["--output=a", "--output=b"], "output", ("a", "b")),
+        (["--approx=conv2d=kron=x", "--approx=scale=full"], "approximations",
+         {"conv2d": "kron=x", "scale": "full"}),
+        (["--batch-axis=a=b=-1"], "batch_axes", {"a=b": -1}),
+        (["--graph-passes=none"], "graph_passes", ()),
+        (["--graph-passes=a,b"], "graph_passes", ("a", "b")),
+        (["--tie-weights"], "tie_weights", True),
+    ],
+)  # fmt: skip
+def test_values_of_options_are_those_of_the_library(words, name, value):
+    command = click.Command("none", callback=lambda **values: values, params=engine_options())
+    assert command.main(words, standalone_mode=False)[name] == value
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("--approx=conv2d", "expected KIND=NAME, such as conv2d=kron; got 'conv2d'."),
+        ("--approx==kron", "expected KIND=NAME, such as conv2d=kron; got '=kron'."),
+        ("--batch-axis=x=last", "expected INPUT=AXIS, such as x=1; got 'x=last'."),
+    ],
+)
+def test_a_pair_of_another_form_is_refused(word, message):
+    command = click.Command("none", params=engine_options())
+    with pytest.raises(click.BadParameter) as failure:
+        command.main([word], standalone_mode=False)
+    assert failure.value.message == message
 
 
 # Prints the help of the program and of each command.

@@ -5,7 +5,6 @@ import shlex
 from itertools import pairwise
 from pathlib import Path
 
-import click
 import numpy as np
 import pytest
 
@@ -17,7 +16,6 @@ from kfac_engine.analysis.pruning.pruning import METHODS
 from kfac_engine.bench import run as bench
 from kfac_engine.bench.roofline import Roofline
 from kfac_engine.cli.app import app
-from kfac_engine.cli.command import Command
 from kfac_engine.curvature.approximations import KINDS, accepted
 from kfac_engine.curvature.estimation_modes import MODES
 from kfac_engine.data import demo_model, digits
@@ -125,8 +123,3 @@ def test_example_at_the_end_of_the_help_runs(name, capsys):
     assert main(words[1:]) == 0
     written = [file for flag, file in pairwise(words) if flag in {"-o", "--log", "--json"}]
     assert all(Path(file).stat().st_size for file in written)
-
-
-def test_option_without_a_group_is_refused():
-    with pytest.raises(AssertionError, match="options without a group: \\['bare'\\]"):
-        click.command(cls=Command, example="")(click.option("--bare")(lambda bare: None))

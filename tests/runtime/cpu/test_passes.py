@@ -4,15 +4,12 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-import click
 import numpy as np
 import pytest
 
 import kfac_engine as ke
 from kfac_engine.__main__ import main
 from kfac_engine.autodiff.rules import convolution
-from kfac_engine.cli.engine_options import EngineCommand
-from kfac_engine.cli.options import keywords
 from kfac_engine.graph.structure import Node
 from kfac_engine.runtime import model_sessions
 from kfac_engine.runtime.cpu.graph_passes import (
@@ -181,25 +178,6 @@ def test_page_lists_exactly_all_passes():
     page = Path(__file__).parents[3] / "docs" / "performance.md"
     text = page.read_text(encoding="utf-8").split("### Graph passes")[1].split("\n## ")[0]
     assert re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE) == [*PASSES]
-
-
-@pytest.mark.parametrize(
-    ("value", "expected"),
-    [
-        ("all", None),
-        ("none", ()),
-        ("blocked_layout", ("blocked_layout",)),
-        ("blocked_layout,weight_gradients", ("blocked_layout", "weight_gradients")),
-    ],
-)
-def test_command_line_accepts_passes(value, expected):
-    @click.command(cls=EngineCommand, example="arguments")
-    @keywords()
-    def arguments(options):
-        return options["graph_passes"]
-
-    found = arguments.main(["--graph-passes", value], standalone_mode=False)
-    assert found == expected
 
 
 def test_command_line_rejects_unknown_pass(tmp_path, capsys):
