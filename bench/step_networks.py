@@ -166,8 +166,11 @@ def small_cnn() -> Network:
     return net.network(x, Input("x", _F32, ("batch", 3, 32, 32)), ("batch", CLASSES))
 
 
-def resnet20() -> Network:
-    """Return a ResNet-20: nineteen convolutions, two shortcuts and a dense layer."""
+def resnet20(side: int = 32) -> Network:
+    """Return a ResNet-20: nineteen convolutions, two shortcuts and a dense layer.
+
+    ``side`` is the side of its images.
+    """
     net = _Net()
     channels = RESNET_STAGES[0][0]
     x = net.op("Relu", net.conv("conv", "x", 3, channels, 3, 1), to="a")
@@ -182,7 +185,7 @@ def resnet20() -> Network:
             channels = width
     x = net.op("Flatten", net.op("GlobalAveragePool", x, to="mean"), to="flat", axis=1)
     x = net.dense("head", x, channels, CLASSES)
-    return net.network(x, Input("x", _F32, ("batch", 3, 32, 32)), ("batch", CLASSES))
+    return net.network(x, Input("x", _F32, ("batch", 3, side, side)), ("batch", CLASSES))
 
 
 def transformer() -> Network:

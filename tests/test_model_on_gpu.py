@@ -13,9 +13,11 @@ import pytest
 
 import kfac_engine as ke
 from kfac_engine.backend import select
+from kfac_engine.backend.cuda import backend as cuda_backend
 from kfac_engine.backend.cuda import device
 from kfac_engine.backend.cuda.memory_space import CupyMemorySpace
 from kfac_engine.backend.memory_space import HOST
+from kfac_engine.bench.step_networks import resnet20
 from kfac_engine.errors import BackendError
 from kfac_engine.sessions import device_session
 from kfac_engine.sessions.device_session import has_provider
@@ -154,6 +156,43 @@ def test_reads_of_optimizers_are_independent_of_number_of_layers(
             optimizer.step(inputs, targets)
         found.append(cupy_standin.COUNTS["reads"] + cupy_standin.COUNTS["downloads"])
     assert found[0] == found[1] <= 20  # a step with statistics
+    forget()
+
+
+# What a step of KfacOptimizer may start on a device, read from it and copy to it. A launch takes
+# the host 20 microseconds, and a read stops the device.
+BUDGETS = {
+    "plain": {"launches": 790, "reads": 11, "uploads": 6},
+    "statistics": {"launches": 961, "reads": 16, "uploads": 11},
+}
+
+
+def test_step_of_resnet20_keeps_its_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    if compiler() is None:
+        pytest.skip("needs g++ to run kernels on the CPU")
+    forget()
+    cupy_standin.install(monkeypatch)
+    monkeypatch.setattr(CupyMemorySpace, "kind", "cpu")
+    monkeypatch.setattr(cuda_backend, "_SPLIT", 0)  # the fastest on a CPU
+    network, batch = resnet20(side=8), 192  # as many Newton-Schulz iterations as large batches
+    model = onnx.load_from_string(network.data)
+    engine = ke.Engine.from_onnx(model, loss="categorical", backend="cupy")
+    optimizer = ke.KfacOptimizer(engine, statistics_part=1 / 16)
+    found = {}
+    # Updates of the curvature are due at the step 100, then the statistics alone at 110.
+    for steps, kind in ((100, ""), (101, "plain"), (110, "statistics")):
+        optimizer.steps = steps
+        cupy_standin.COUNTS.clear()
+        report = optimizer.step(network.inputs(batch), network.targets(batch))
+        counts = cupy_standin.COUNTS
+        found[kind] = {
+            "launches": counts["launches"] + counts["calls"],
+            "reads": counts["reads"] + counts["downloads"],
+            "uploads": counts["uploads"],
+        }
+    assert not report.refreshed
+    for kind, budget in BUDGETS.items():
+        assert all(found[kind][name] <= most for name, most in budget.items()), found
     forget()
 
 

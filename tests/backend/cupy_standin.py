@@ -1,7 +1,8 @@
 """A stand-in for CuPy on a CPU, as strict as CuPy: its arrays never become NumPy's by themselves.
 
-What goes to the host is counted: ``downloads`` whole arrays, ``reads`` single numbers. Kernels run
-on the CPU, thread by thread; streams are checked, see ``standin_streams``. Allocations of more than
+What goes to the host is counted: ``downloads`` whole arrays, ``reads`` single numbers. So is what
+starts work on the device: ``launches`` of kernels, ``calls`` of functions of CuPy. Kernels run on
+the CPU, thread by thread; streams are checked, see ``standin_streams``. Allocations of more than
 ``memory.limit`` bytes fail. ``install`` puts it where ``import cupy`` finds it.
 """
 
@@ -20,6 +21,15 @@ from tests.backend import standin_nccl, standin_solvers, standin_streams
 from tests.cuda_on_cpu.module import Module
 
 COUNTS: Counter[str] = Counter()
+# Functions that return a view where they can; a copy is a launch.
+_VIEWS = frozenset(
+    {
+        "array", "asarray", "ascontiguousarray", "astype", "atleast_1d", "broadcast_to", "diagonal",
+        "expand_dims", "moveaxis", "ravel", "reshape", "split", "squeeze", "swapaxes", "transpose",
+        "view",
+    }
+)  # fmt: skip
+_ALLOCATIONS = frozenset({"empty", "empty_like"})
 
 
 class ndarray(NDArrayOperatorsMixin):  # noqa: N801 (CuPy's name)
@@ -54,9 +64,12 @@ class ndarray(NDArrayOperatorsMixin):  # noqa: N801 (CuPy's name)
         return _wrapped(function)(*args, **kwargs)
 
     def __getitem__(self, key: Any) -> Any:
-        return _array(self._host[_host(key)])
+        found = self._host[_host(key)]
+        COUNTS["calls"] += not _shares(found, self._host)
+        return _array(found)
 
     def __setitem__(self, key: Any, value: Any) -> None:
+        COUNTS["calls"] += 1
         self._host[_host(key)] = _host(value)
         standin_streams.wrote(self._host)
 
@@ -105,6 +118,13 @@ class ndarray(NDArrayOperatorsMixin):  # noqa: N801 (CuPy's name)
         return ndarray(self._host.T)
 
 
+def _shares(found: Any, source: Any) -> bool:
+    """Whether an array, or the first of several, is a view of another one."""
+    first = found[0] if isinstance(found, list | tuple) else found
+    both = isinstance(first, np.ndarray) and isinstance(source, np.ndarray)
+    return both and (not first.size or bool(np.may_share_memory(first, source)))
+
+
 def _read(array: ndarray) -> np.ndarray:
     assert array._host.size == 1
     standin_streams.reads(array._host)
@@ -142,8 +162,14 @@ def _wrapped(found: Any) -> Any:
 
     def call(*args: Any, **options: Any) -> Any:
         arguments = {name: _host(value) for name, value in options.items()}
+        operands = [*map(_host, args)]
         with np.errstate(all="ignore"):  # a device warns of nothing
-            result = _array(found(*map(_host, args), **arguments))
+            on_host = found(*operands, **arguments)
+        name, owner = found.__name__, getattr(found, "__self__", None)
+        source = owner if isinstance(owner, np.ndarray) else operands[0] if operands else None
+        view = name in _ALLOCATIONS or (name in _VIEWS and _shares(on_host, source))
+        COUNTS["calls"] += isinstance(on_host, np.ndarray | np.generic | tuple) and not view
+        result = _array(on_host)
         out = arguments.get("out")
         for written in out if isinstance(out, tuple) else (out,):
             if written is not None:
