@@ -33,7 +33,7 @@ MINIMUM_REQUIREMENTS := '.[test]' 'pyparsing==3.2.*'
 MINIMUM := .venv-minimum
 MINIMUM_READY := $(MINIMUM)/.ready
 EXPORTERS := .venv-exporters
-# A trained file that a page of the documentation trains again; the package needs nothing else for this.
+# Trained files that pages of the documentation train again; the package needs nothing else for this.
 READER := rapidocr-onnxruntime==1.4.4
 EXPORTERS_READY := $(EXPORTERS)/.ready
 FLOWER := .venv-flower
@@ -108,7 +108,7 @@ web:
 docs: $(READY)
 	@if command -v npm >/dev/null; then $(MAKE) --no-print-directory web; \
 		else echo "without npm, the page that trains in a browser has no runtime"; fi
-	@$(BIN)/python -m pip install --quiet --no-deps $(READER) || echo "without $(READER), its file is not trained"
+	@$(BIN)/python -m pip install --quiet --no-deps $(READER) || echo "without $(READER), the pages that train its files are not executed"
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 other-kernel: $(READY)

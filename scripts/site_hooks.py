@@ -8,6 +8,7 @@ import html
 import posixpath
 import re
 import sys
+from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
 from latex2mathml.converter import convert
@@ -46,8 +47,13 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Replace links to files of the repository by links to pages of the site, or to the host."""
+    """Replace links to files of the repository by links to pages of the site, or to the host.
+
+    The examples of a page that need a package that is not installed are shown, not executed.
+    """
     site = page.file.src_uri
+    if requirement(markdown):
+        markdown = markdown.replace(' exec="on"', "")
     if site == PAGES["README.md"]:
         page.meta["hide"] = ["navigation"]  # it would list this page only
     folder = posixpath.dirname(_SOURCES.get(site, f"docs/{site}"))
@@ -60,6 +66,16 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         return posixpath.relpath(linked, posixpath.dirname(site) or ".")
 
     return _LINK.sub(target, markdown)
+
+
+def requirement(markdown: str) -> str | None:
+    """Return the package that the examples of a page need and that is not installed, if any."""
+    for package in re.findall(r'files\("([^"]+)"\)', markdown):
+        try:
+            distribution(package)
+        except PackageNotFoundError:
+            return str(package)
+    return None
 
 
 def on_post_build(config: MkDocsConfig) -> None:

@@ -69,7 +69,8 @@ class EngineOptions:
             both, weighted if targets have weights; ``"batch_mean"`` is the sum over positions and
             the mean over examples.
         trainable: Pattern of the names of parameters to train; by default every constant that the
-            graph uses like a parameter. A list may have several patterns.
+            graph uses like a parameter. A list may have several patterns. A name, or a pattern
+            without such matches, selects other floating-point constants.
         freeze: Pattern of the names of parameters to exclude from training. A list may have several
             patterns.
         damping: Damping λ > 0, added to the Fisher matrix.

@@ -1,4 +1,4 @@
-"""The examples of the pages on fine-tuning run, and print what the pages show."""
+"""The examples of the page on fine-tuning run, and print what the page shows."""
 
 import re
 from pathlib import Path
@@ -8,19 +8,17 @@ import pytest
 
 from tests.pages import blocks
 
-DOCS = Path(__file__).resolve().parents[2] / "docs"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "fine_tuning.md"
 
 
 @pytest.mark.rounding
-@pytest.mark.parametrize("name", ["change_a_file", "fine_tuning"])
-def test_page_shows_numbers_that_its_example_prints(name, tmp_path, monkeypatch, capsys) -> None:
-    page = DOCS / f"{name}.md"
+def test_page_shows_numbers_that_its_example_prints(tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
     names: dict[str, object] = {}
-    for _, code in blocks(page, "python"):
-        exec(compile(code, page.name, "exec"), names)
+    for _, code in blocks(PAGE, "python"):
+        exec(compile(code, PAGE.name, "exec"), names)
     printed = capsys.readouterr().out
-    shown = "".join(text for _, text in blocks(page, "text") if "accuracy" in text)
+    shown = "".join(text for _, text in blocks(PAGE, "text") if "accuracy" in text)
     for pattern, tolerance in {r"([\d,]+) parameters": 0, r"(\d\.\d\d)": 0.04}.items():
         found, expected = (
             [float(number.replace(",", "")) for number in re.findall(pattern, text)]

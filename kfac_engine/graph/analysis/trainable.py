@@ -107,15 +107,12 @@ def trainable_parameters(
     """Return the names of the constants to train, at least one, in the order of the graph.
 
     ``patterns`` is a name or ``fnmatch`` pattern such as ``"*.weight"``, or several; only matching
-    constants are trained. None selects all constants without an ``excluded_reason``. Constants that
-    match ``freeze`` are not trained. A pattern that matches no float constant raises an
-    UnknownNameError.
+    constants are trained. None selects all constants without an ``excluded_reason``, and so does a
+    pattern among its matches, unless all of them have one. Constants that match ``freeze`` are not
+    trained. A pattern that matches no float constant raises an UnknownNameError.
     """
     floats = [name for name, array in graph.constants.items() if _is_float(array)]
-    if patterns is None:
-        chosen = [name for name in floats if excluded_reason(graph, name) is None]
-    else:
-        chosen = matching(patterns, floats)
+    chosen = _parameters(graph, floats) if patterns is None else _matching(graph, patterns, floats)
     if not chosen:
         raise ModelError(f"model '{graph.name}' has no trainable parameter: {_why_none(graph)}.")
     frozen = matching(freeze or (), floats)
@@ -128,6 +125,19 @@ def trainable_parameters(
     for name in trained:
         _refuse_non_finite(name, graph.constants[name])
     return trained
+
+
+def _parameters(graph: Graph, names: Sequence[str]) -> list[str]:
+    return [name for name in names if excluded_reason(graph, name) is None]
+
+
+def _matching(graph: Graph, patterns: Sequence[str], floats: Sequence[str]) -> list[str]:
+    """Return the constants that patterns select, without statistics beside the weights."""
+    selected: set[str] = set()
+    for pattern in [patterns] if isinstance(patterns, str) else patterns:
+        matches = matching([pattern], floats)
+        selected |= set([pattern] if pattern in floats else _parameters(graph, matches) or matches)
+    return [name for name in floats if name in selected]
 
 
 def matching(

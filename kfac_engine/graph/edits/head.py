@@ -33,14 +33,16 @@ from kfac_engine.graph.write import ModelProto
 
 # Operators that compute the same of any number of classes.
 _NEUTRAL = frozenset({
-    "Abs", "ArgMax", "ArgMin", "AveragePool", "Cast", "Clip", "Dropout", "Elu", "Exp", "Flatten",
-    "GlobalAveragePool", "GlobalMaxPool", "HardSigmoid", "Hardmax", "Identity", "LeakyRelu", "Log",
-    "LogSoftmax", "MaxPool", "Neg", "ReduceL2", "ReduceLogSumExp", "ReduceMax", "ReduceMean",
-    "ReduceMin", "ReduceSum", "Relu", "Reshape", "Selu", "Shape", "Sigmoid", "Softmax", "Softplus",
-    "Sqrt", "Squeeze", "Tanh", "TopK", "Transpose", "Unsqueeze",
+    "Abs", "ArgMax", "ArgMin", "AveragePool", "Cast", "Clip", "Dropout", "Elu", "Exp", "Expand",
+    "Flatten", "GlobalAveragePool", "GlobalMaxPool", "HardSigmoid", "Hardmax", "Identity",
+    "LeakyRelu", "Log", "LogSoftmax", "MaxPool", "Neg", "ReduceL2", "ReduceLogSumExp", "ReduceMax",
+    "ReduceMean", "ReduceMin", "ReduceSum", "Relu", "Reshape", "Selu", "Shape", "Sigmoid",
+    "Softmax", "Softplus", "Sqrt", "Squeeze", "Tanh", "TopK", "Transpose", "Unsqueeze",
 })  # fmt: skip
 # These compute the same if their other operands are numbers.
-_ARITHMETIC = frozenset({"Add", "Div", "Mul", "Pow", "Sub"})
+_ARITHMETIC = frozenset({"Add", "Div", "Max", "Min", "Mul", "Pow", "Sub"})
+# The sizes of their results are an operand.
+_SIZED = frozenset({"Expand", "Reshape"})
 # The scales of quantization belong to the results of the old head.
 _ROUNDING = frozenset({"DequantizeLinear", "QuantizeLinear"})
 _PROBABILITIES = frozenset({"LogSoftmax", "Sigmoid", "Softmax"})
@@ -281,7 +283,7 @@ def _follow(
         return
     for node in after:
         kind = operator(node)
-        if kind == "Reshape":
+        if kind in _SIZED:
             _resize(edited, node, sizes)
         elif kind in _ROUNDING or kind in removed:
             edited.bypass(node, node.input[0])
@@ -294,7 +296,7 @@ def _fits(
     kind = operator(node)
     if sizes.old == sizes.new and kind != "QuantizeLinear":
         return True
-    if kind == "Reshape":
+    if kind in _SIZED:
         return _sizes_of(edited, node, sizes) is not None
     if kind == "Squeeze":
         return sizes.old != 1
@@ -330,13 +332,15 @@ def _cut(
 def _sizes_of(
     edited: EditedModel, node: onnx.NodeProto, sizes: _Sizes
 ) -> list[tuple[onnx.NodeProto, int, int]] | None:
-    """Return where the shape of a Reshape has the old size: node, operand and entry.
+    """Return where the shape of a Reshape or Expand has the old size: node, operand and entry.
 
     The node is the Reshape, or the Concat that computes its shape. The list is empty if the sizes
-    of the Reshape hold for any number of outputs, and None if that cannot be said.
+    hold for any number of outputs, and None if that cannot be said.
     """
     shape = node.input[1] if len(node.input) > 1 else ""
     maker = edited.producers.get(shape)
+    while maker is not None and operator(maker) == "Cast":
+        maker = edited.producers.get(maker.input[0])
     if shape in edited.constants:
         places = [(node, 1)]
     elif maker is not None and operator(maker) == "Concat":

@@ -360,3 +360,16 @@ def test_check_of_filled_weight_allocates_no_copy() -> None:
     huge = np.broadcast_to(np.float32(0.1), (1 << 40, 1 << 10))
     filled = Graph(graph.nodes, graph.inputs, graph.outputs, {"c": huge}, graph.opset)
     assert trainable_parameters(filled) == ("c",)
+
+
+def test_pattern_selects_parameters_and_a_name_any_constant() -> None:
+    row = [1.0, 2.0, 3.0]
+    body = "y = BatchNormalization (x, n_scale, n_bias, n_mean, n_var)"
+    graph = graph_of(body, n_scale=row, n_bias=row, n_mean=row, n_var=row)
+    for patterns, chosen in {
+        ("n_*",): ("n_scale", "n_bias"),
+        ("n_mean",): ("n_mean",),
+        ("n_[mv]*",): ("n_mean", "n_var"),
+        ("n_v*", "n_b*"): ("n_bias", "n_var"),
+    }.items():
+        assert trainable_parameters(graph, patterns) == chosen

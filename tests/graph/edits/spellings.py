@@ -78,6 +78,15 @@ ROWS = {
         "t = ReduceSum (e, last)  y = Div (e, t)",
         {"w": (D, OLD)}, softmax, whole={"last": ints(-1)},
     ),
+    "Softmax of JAX": Row(
+        "z = MatMul (h, w)  m = ReduceMax <keepdims = 0> (z, last)  c = Max (least, m) "
+        "q = Shape <end = 1> (x)  r = Concat <axis = 0> (q, one)  column = Cast <to = 7> (r) "
+        "a = Reshape (c, column)  k = Expand (a, column)  d = Sub (z, k)  e = Exp (d) "
+        "t = ReduceSum <keepdims = 0> (e, last)  u = Reshape (t, column) "
+        "f = Concat <axis = 0> (q, n)  v = Expand (u, f)  y = Div (e, v)",
+        {"w": (D, OLD)}, softmax,
+        whole={"last": ints(-1), "one": ints(1), "n": ints(OLD), "least": np.float32(-np.inf)},
+    ),
     "Softmax at a temperature": Row(
         "z = MatMul (h, w)  c = Mul (z, two)  y = Softmax (c)", {"w": (D, OLD)},
         lambda z: softmax(2 * z), whole={"two": np.float32(2)},
