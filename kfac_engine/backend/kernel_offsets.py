@@ -64,7 +64,7 @@ class LineProduct(NamedTuple):
         return all(tap in taps for tap, taps in zip(v, counting, strict=True))
 
 
-class Block(NamedTuple):
+class OffsetBlock(NamedTuple):
     """A block of a patch Gram matrix as a sum of products."""
 
     u: Taps  # tap of the rows
@@ -78,7 +78,7 @@ class OffsetGroup(NamedTuple):
 
     window: Window
     products: tuple[LineProduct, ...]
-    blocks: tuple[Block, ...]
+    blocks: tuple[OffsetBlock, ...]
 
     @property
     def matrices(self) -> int:
@@ -139,7 +139,7 @@ def border_strips(groups: Sequence[OffsetGroup]) -> list[range]:
 
 def _blocks(
     window: Window, leading: Offset, alongs: range, products: Sequence[LineProduct]
-) -> Iterator[Block]:
+) -> Iterator[OffsetBlock]:
     """Yield the blocks of the offsets ``leading`` and ``alongs``, as sums of products."""
     for along in alongs:
         offset = (*leading, along)
@@ -150,7 +150,7 @@ def _blocks(
                 for i, part in enumerate(products)
                 if part.counts(v, along)
             ]
-            yield Block(u, v, tuple(terms))
+            yield OffsetBlock(u, v, tuple(terms))
 
 
 def _products(

@@ -8,21 +8,26 @@ import click
 from kfac_engine import __version__
 from kfac_engine.cli.bench import bench
 from kfac_engine.cli.command import Invocation, debug_option
-from kfac_engine.cli.curvature import curvature
+from kfac_engine.cli.curvature import run_curvature
 from kfac_engine.cli.demo import demo
 from kfac_engine.cli.display import tell
 from kfac_engine.cli.doctor import doctor
-from kfac_engine.cli.edits import add_adapters, merge_adapters, replace_head, save_adapter
-from kfac_engine.cli.exports import derivatives, differentiate, export_training
+from kfac_engine.cli.edits import (
+    run_add_adapters,
+    run_merge_adapters,
+    run_replace_head,
+    run_save_adapter,
+)
+from kfac_engine.cli.exports import run_derivatives, run_differentiate, run_export_training
 from kfac_engine.cli.influence import influence
 from kfac_engine.cli.inspect import inspect
 from kfac_engine.cli.interruption import Interruption, SignalReceived
 from kfac_engine.cli.laplace import laplace
-from kfac_engine.cli.merge import merge
-from kfac_engine.cli.precondition import precondition
-from kfac_engine.cli.prune import prune, saliency
-from kfac_engine.cli.train import report, train
-from kfac_engine.cli.verify import verify
+from kfac_engine.cli.merge import run_merge
+from kfac_engine.cli.precondition import run_precondition
+from kfac_engine.cli.prune import run_prune, run_saliency
+from kfac_engine.cli.train import run_report, train
+from kfac_engine.cli.verify import run_verify
 from kfac_engine.distributed.job import end_job, launched_by_mpi, rank_in_job
 from kfac_engine.errors import KfacError, suggestion
 from kfac_engine.printable import one_line, printable
@@ -71,23 +76,23 @@ COMMANDS: Mapping[click.Command, str] = {
     demo: "Train a small CNN on digits with K-FAC, Muon, Adam and SGD.",
     train: "Train a model, and write it with its new weights.\n\n"
     "Of several processes that mpirun starts, each trains on its share of every batch.",
-    precondition: "Write the gradients of a batch and the preconditioned gradients.",
+    run_precondition: "Write the gradients of a batch and the preconditioned gradients.",
     inspect: "Show the layer, block, factors and costs of each parameter.",
-    replace_head: "Write a model whose last dense layer has new weights, for other classes.",
-    add_adapters: "Write a model with low-rank updates of its layers, to be trained.",
-    merge_adapters: "Write a model whose weights contain its adapters.",
-    save_adapter: "Write the adapters of a model as a file that ONNX Runtime loads.",
-    differentiate: "Write the gradient of a model as a plain ONNX model.",
-    derivatives: "Write derivatives of a model with respect to an input as a plain ONNX model.",
-    export_training: "Write the training step of a model as plain ONNX files.",
-    report: "Write a page with the charts and tables of a training run.",
-    verify: "Check gradients, curvature, inverses and export against definitions.",
-    curvature: "Measure the Fisher matrix of a model on a data set, and store it.",
+    run_replace_head: "Write a model whose last dense layer has new weights, for other classes.",
+    run_add_adapters: "Write a model with low-rank updates of its layers, to be trained.",
+    run_merge_adapters: "Write a model whose weights contain its adapters.",
+    run_save_adapter: "Write the adapters of a model as a file that ONNX Runtime loads.",
+    run_differentiate: "Write the gradient of a model as a plain ONNX model.",
+    run_derivatives: "Write derivatives of a model with respect to an input as a plain ONNX model.",
+    run_export_training: "Write the training step of a model as plain ONNX files.",
+    run_report: "Write a page with the charts and tables of a training run.",
+    run_verify: "Check gradients, curvature, inverses and export against definitions.",
+    run_curvature: "Measure the Fisher matrix of a model on a data set, and store it.",
     laplace: "Predict with the uncertainty of the parameters, by a Laplace approximation.",
     influence: "Score the examples of the training data for queries, or for themselves.",
-    saliency: "Write the rise of the loss for each weight that becomes zero.",
-    prune: "Write a model whose weights of small saliency are zero.",
-    merge: "Write the mean of models of one architecture, weighted by their Fisher matrices.",
+    run_saliency: "Write the rise of the loss for each weight that becomes zero.",
+    run_prune: "Write a model whose weights of small saliency are zero.",
+    run_merge: "Write the mean of models of one architecture, weighted by their Fisher matrices.",
     bench: "Measure the time and the memory of each operation, of whole steps, and of training.",
     doctor: "Show versions, libraries, threads, the GPU and the selected backend.",
 }

@@ -12,7 +12,7 @@ from kfac_engine.cli.command import Group, command
 Entry = TypeVar("Entry")
 
 
-def separated(text: str) -> list[str]:
+def entries_of_list(text: str) -> list[str]:
     """Return the entries of a text, without blanks around them and without empty entries."""
     return [entry for part in text.split(",") if (entry := part.strip())]
 
@@ -21,7 +21,7 @@ def _list(convert: Callable[[str], Entry], context: Any, option: Any, text: str)
     """Return the entries of an option; a usage error if one cannot be converted."""
     del context
     try:
-        return [convert(entry) for entry in separated(text)]
+        return [convert(entry) for entry in entries_of_list(text)]
     except ValueError as error:
         raise click.BadParameter(f"{error}", param=option) from error
 
@@ -163,5 +163,5 @@ def bench(
         print_suites(new_console())
         return
     training = TrainingOptions(**vars(options.pop("training")))
-    chosen = Options(compare=separated(compare), training=training, **options)
+    chosen = Options(compare=entries_of_list(compare), training=training, **options)
     run_suites(suite, json_path, options=chosen)

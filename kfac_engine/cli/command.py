@@ -153,7 +153,7 @@ def command(
     options: Iterable[Option] = (),
     **gathered: Iterable[Option],
 ) -> Callable[[Callable[..., Any]], "Command"]:
-    """Return the decorator of a command, whose name is that of its function.
+    """Return the decorator of a command, which the example names.
 
     Args:
         example: A command line, with a backslash at the end of each line but the last.
@@ -178,7 +178,7 @@ def command(
         places = [p for p in parameters if isinstance(p, click.Argument)]
         alone = [p for p in parameters if isinstance(p, Option)]
         return Command(
-            function.__name__.replace("_", "-"),
+            example.split()[1],
             callback=call,
             params=[*places, *chain(*objects.values()), *alone, *keywords, debug_option],
             example=example,

@@ -67,7 +67,7 @@ _FORM = (
     form=_FORM,
     options=curvature_options(),
 )
-def curvature(
+def run_curvature(
     model: Path,
     files: SimpleNamespace,
     batch: int | None,

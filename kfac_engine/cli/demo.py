@@ -72,7 +72,7 @@ def demo(seconds: float, seeds: int, out: Path) -> None:
                 bar.update(task, advance=1, description=name)
     heads = "method", " held-out loss", *(f" seconds to {loss:g}" for loss in TARGETS)
     title = f"{seconds:g} CPU seconds of one thread, median of {seeds} seed(s)"
-    print_table(title, heads, [row(name, of_method) for name, of_method in curves.items()])
+    print_table(title, heads, [method_row(name, of_method) for name, of_method in curves.items()])
     _draw(curves, out / "demo.png")
 
 
@@ -106,7 +106,7 @@ def trained(
     return curve[1:]
 
 
-def row(name: str, curves: "list[Curve]") -> list[str]:
+def method_row(name: str, curves: "list[Curve]") -> list[str]:
     """Return the medians of a method over its runs, as text."""
     reached = (
         median(min((t for t, loss in curve if loss <= target), default=inf) for curve in curves)

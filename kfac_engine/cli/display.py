@@ -100,7 +100,7 @@ def say(text: str) -> None:
     print_lines(_fitted(text))
 
 
-def warn(text: str) -> None:
+def say_warning(text: str) -> None:
     """Print a warning in the way of ``say``."""
     from rich.text import Text
 

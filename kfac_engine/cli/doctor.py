@@ -12,7 +12,7 @@ from typing import Any
 
 from kfac_engine import __version__
 from kfac_engine.cli.command import command
-from kfac_engine.cli.display import print_json, print_table, warn
+from kfac_engine.cli.display import print_json, print_table, say_warning
 from kfac_engine.cli.options import json_option
 from kfac_engine.system.memory_limits import usable_cores
 
@@ -186,4 +186,4 @@ def _print_report(report: Mapping[str, Any]) -> None:
     ]
     print_table("kfac_engine doctor", ("fact", "value"), rows, sentences="value")
     for warning in report["warnings"]:
-        warn(warning)
+        say_warning(warning)

@@ -32,7 +32,7 @@ _HEAD = (
 @command(
     "kfac-engine replace-head mlp.onnx --classes 5 -o new.onnx", MODEL, model_option, options=_HEAD
 )
-def replace_head(model: Path, options: dict[str, Any], out: Path) -> None:
+def run_replace_head(model: Path, options: dict[str, Any], out: Path) -> None:
     """Write a model whose last dense layer has new weights, for other classes."""
     import kfac_engine as ke
     from kfac_engine.cli.files import check_files, with_weights
@@ -70,7 +70,7 @@ _ADAPTERS = (
     model_option,
     options=_ADAPTERS,
 )
-def add_adapters(model: Path, options: dict[str, Any], out: Path) -> None:
+def run_add_adapters(model: Path, options: dict[str, Any], out: Path) -> None:
     """Write a model with low-rank updates of its layers, to be trained."""
     import kfac_engine as ke
     from kfac_engine.cli.files import check_files, with_weights
@@ -90,7 +90,7 @@ def add_adapters(model: Path, options: dict[str, Any], out: Path) -> None:
     ),
     model_option,
 )
-def merge_adapters(model: Path, adapter: Path | None, out: Path) -> None:
+def run_merge_adapters(model: Path, adapter: Path | None, out: Path) -> None:
     """Write a model whose weights contain its adapters."""
     import kfac_engine as ke
     from kfac_engine.cli.files import check_files, with_weights
@@ -108,7 +108,7 @@ def merge_adapters(model: Path, adapter: Path | None, out: Path) -> None:
     MODEL,
     Group.OUTPUT.file("-o", "--out", required=True, help="File for ONNX Runtime (.onnx_adapter)."),
 )
-def save_adapter(model: Path, out: Path) -> None:
+def run_save_adapter(model: Path, out: Path) -> None:
     """Write the adapters of a model as a file that ONNX Runtime loads."""
     import kfac_engine as ke
     from kfac_engine.cli.files import check_files

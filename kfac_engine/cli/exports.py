@@ -72,7 +72,7 @@ _OPTIONS = (
     Group.OUTPUT.file("-o", "target", required=True, help="Folder of the files, which may be new."),
     options=(*_OPTIONS, *engine_options(*_NAMES)),
 )
-def export_training(
+def run_export_training(
     model: Path, options: dict[str, Any], inputs: Path | None, target: Path
 ) -> None:
     """Write the training step of a model as plain ONNX files."""
@@ -137,7 +137,9 @@ _GRADIENT_OPTIONS = (
     Group.OUTPUT.file("-o", "target", required=True, help="File of the result (.onnx)."),
     options=(*_GRADIENT_OPTIONS, *engine_options(*_OBJECTIVE)),
 )
-def differentiate(model: Path, options: dict[str, Any], inputs: Path | None, target: Path) -> None:
+def run_differentiate(
+    model: Path, options: dict[str, Any], inputs: Path | None, target: Path
+) -> None:
     """Write the gradient of a model as a plain ONNX model."""
     import kfac_engine as ke
     from kfac_engine.cli.files import check_files, read_inputs, with_weights
@@ -215,7 +217,7 @@ _KINDS = (
     Group.OUTPUT.file("-o", "target", required=True, help="File of the result (.onnx)."),
     options=_KINDS,
 )
-def derivatives(
+def run_derivatives(
     model: Path,
     wrt: str,
     features: list[str],

@@ -108,17 +108,17 @@ def _report(name: str, scores: "Array", top: int, out: Path, as_json: bool) -> N
 
     rows = np.atleast_2d(scores)
     if as_json:
-        highest, lowest = zip(*(extremes(row, top) for row in rows), strict=True)
+        highest, lowest = zip(*(highest_scores(row, top) for row in rows), strict=True)
         shape = list(scores.shape)
         print_json({"shape": shape, "highest": highest, "lowest": lowest, "out": str(out)})
         return
     if name == "self_scores":
-        pairs = [(str(i), f"{scores[i]:.4g}") for i in extremes(scores, top)[0]]
+        pairs = [(str(i), f"{scores[i]:.4g}") for i in highest_scores(scores, top)[0]]
         print_table("examples with the largest self scores", ("example", " score"), pairs)
     else:
         heads = ("query", "highest scores: examples", "lowest scores: examples")
         entries = [
-            (str(query), *(", ".join(map(str, places)) for places in extremes(row, top)))
+            (str(query), *(", ".join(map(str, places)) for places in highest_scores(row, top)))
             for query, row in enumerate(rows[:_MOST_QUERIES])
         ]
         print_table("influence on the queries", heads, entries)
@@ -127,7 +127,7 @@ def _report(name: str, scores: "Array", top: int, out: Path, as_json: bool) -> N
     say(f"written to {out}")
 
 
-def extremes(scores: "Array", count: int) -> tuple[list[int], list[int]]:
+def highest_scores(scores: "Array", count: int) -> tuple[list[int], list[int]]:
     """Return the places of the ``count`` highest and lowest scores, in the order of a stable sort.
 
     Only the scores that can be among them are sorted. The highest scores descend and the lowest

@@ -12,8 +12,8 @@ from kfac_engine.cli.display import (
     print_lines,
     print_table,
     say,
+    say_warning,
     show_flops,
-    warn,
     working,
 )
 from kfac_engine.cli.engine_options import engine_options
@@ -110,14 +110,14 @@ class _Report:
 def _print(report: _Report, *, as_one: bool) -> None:
     """Print the tables and lines of a report."""
     engine = report.engine
-    _say_all((f"{note}." for note in engine.export_changes.notes), warn)
+    _say_all((f"{note}." for note in engine.export_changes.notes), say_warning)
     _print_losses(engine.losses)
     print_layers(engine)
     _say_all(_uncovered(engine))
     print_legend(layer.formula for layer in engine.layers)
     print_totals(engine)
     print_choices(engine.layers)
-    _say_all((f"{clause}." for clause in report.warnings()), warn)
+    _say_all((f"{clause}." for clause in report.warnings()), say_warning)
     _say_all(f"note: {note}." for note in report.notes())
     _say_all(_tied(engine.ties, as_one))
     if report.untrained:
@@ -164,7 +164,7 @@ def _as_json(report: _Report) -> dict[str, object]:
     return {
         "backend": engine.collection.backend.name,
         "damping": engine.damping,
-        **summary(engine),
+        **summary_values(engine),
         "export_notes": list(engine.export_changes.notes),
         "losses": [asdict(loss) for loss in engine.losses],
         "layers": [asdict(layer) for layer in engine.layers],
@@ -377,7 +377,7 @@ def _refresh_flops(engine: "ke.Engine") -> float:
     return sum(work.cost for work in engine.estimator.refreshes.works)
 
 
-def summary(engine: "ke.Engine") -> dict[str, object]:
+def summary_values(engine: "ke.Engine") -> dict[str, object]:
     """Return the numbers of the tables as values that JSON can hold."""
     total, covered = parameter_counts(engine)
     return {

@@ -44,7 +44,7 @@ _MOST_NAMES = 5
     Group.OUTPUT.file("-o", "--out", required=True, help="The merged model (.onnx)."),
     json_option,
 )
-def merge(
+def run_merge(
     models: tuple[Path, ...],
     curvatures: tuple[Path, ...],
     weights: tuple[float, ...],

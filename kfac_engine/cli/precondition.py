@@ -63,7 +63,7 @@ Norms: TypeAlias = tuple[str, tuple[int, ...], float, float]
     refreshes=SCHEDULE,
     options=engine_options(),
 )
-def precondition(
+def run_precondition(
     model: Path,
     files: SimpleNamespace,
     exp: float,

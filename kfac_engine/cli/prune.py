@@ -50,7 +50,7 @@ damping_option = Group.PRUNING.option(
     Group.OUTPUT.file("-o", "--out", required=True, help="File of the result (.safetensors)."),
     json_option,
 )
-def saliency(
+def run_saliency(
     model: Path,
     curvature: Path,
     inputs: Path | None,
@@ -133,7 +133,7 @@ _SELECTION = (
     json_option,
     options=_SELECTION,
 )
-def prune(
+def run_prune(
     model: Path,
     curvature: Path,
     inputs: Path | None,

@@ -324,7 +324,7 @@ def _report(history: "ke.History", path: Path, as_json: bool) -> None:
     click.Argument(["log"], type=file_path),
     Group.OUTPUT.file("-o", "--out", required=True, help="File of the page (.html)."),
 )
-def report(log: Path, out: Path) -> None:
+def run_report(log: Path, out: Path) -> None:
     """Write a page with the charts and tables of a training run."""
     import kfac_engine as ke
     from kfac_engine.system.writing import check_outputs

@@ -34,7 +34,7 @@ FAILED = 3
     files=labeled_data("--inputs"),
     options=engine_options(),
 )
-def verify(
+def run_verify(
     model: Path,
     files: SimpleNamespace,
     examples: int,

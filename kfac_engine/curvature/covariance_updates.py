@@ -18,7 +18,7 @@ from kfac_engine.curvature.factors.eigenbasis import OverRanks, begin_bases, wit
 from kfac_engine.curvature.factors.measurement import LetGo
 from kfac_engine.curvature.factors.row_weights import ExamplePlaces, ExampleWeights, LayerRows
 from kfac_engine.curvature.factors.updater import FactorUpdater, Measurements, Update
-from kfac_engine.distributed.shards import AnyGenerator, Placement, RowGenerator, Rows
+from kfac_engine.distributed.shards import AnyGenerator, Placement, RowGenerator, RowRange
 from kfac_engine.errors import UnsupportedError
 from kfac_engine.losses.base import RegisteredLoss
 from kfac_engine.losses.observed import root, times
@@ -76,7 +76,9 @@ class CovarianceUpdates:
     variables: tuple[str, ...]  # parameters whose gradients are summed over the sources
     batch_size: int | None  # size that every batch must have; None for any size
     name: str  # name of the estimator, for messages
-    rows: Rows | None = None  # the rows of the batch that this process has; None for all of them
+    rows: RowRange | None = (
+        None  # the rows of the batch that this process has; None for all of them
+    )
     # Place of the examples in the draws of each loss, by name; the first axis where absent.
     placements: Mapping[str, Placement] = field(default_factory=dict)
     places: ExamplePlaces = field(default_factory=ExamplePlaces)  # where values have the examples

@@ -23,7 +23,7 @@ from kfac_engine.curvature.factors.eigenbasis import OverRanks
 from kfac_engine.curvature.factors.measurement import LetGo
 from kfac_engine.curvature.factors.refresh import Division
 from kfac_engine.curvature.refreshes import Refreshes
-from kfac_engine.distributed.shards import Rows
+from kfac_engine.distributed.shards import RowRange
 from kfac_engine.errors import InputError, UnknownNameError, UnsupportedError, suggestion
 from kfac_engine.sealed import Sealed
 
@@ -185,7 +185,7 @@ class FisherEstimator(Sealed):
         return self.damping.of(min(block.mean_eigenvalue() for block in self.blocks))
 
     @property
-    def rows(self) -> Rows | None:
+    def rows(self) -> RowRange | None:
         """The rows of a batch that this process has; None for the whole batch. Can be set.
 
         Each of several processes sets its rows before an update by its part of a batch. All draw
@@ -195,9 +195,9 @@ class FisherEstimator(Sealed):
         return self.statistics.rows
 
     @rows.setter
-    def rows(self, value: Rows | None) -> None:
-        if not isinstance(value, Rows | None):
-            raise InputError(f"rows must be the Rows of a batch or None, got {value!r}.")
+    def rows(self, value: RowRange | None) -> None:
+        if not isinstance(value, RowRange | None):
+            raise InputError(f"rows must be the RowRange of a batch or None, got {value!r}.")
         if value is not None and any(len(loss.parts) > 1 for loss in self.statistics.losses):
             raise UnsupportedError("a batch in parts cannot be divided over ranks as well.")
         self.statistics.rows = value

@@ -16,7 +16,7 @@ import numpy as np
 
 from kfac_engine._types import Array
 from kfac_engine.datasets.examples import TARGETS, WEIGHTS, Batch, ExampleAxes
-from kfac_engine.datasets.shards import Shard
+from kfac_engine.datasets.shards import ShardFile
 from kfac_engine.errors import InputError
 from kfac_engine.losses.observed import Targets, Weighted
 from kfac_engine.system.arrays import ArrayHeader, array_headers, map_arrays, read_arrays
@@ -52,7 +52,7 @@ def files_of(data: object) -> Iterator[Path]:
 
 def shards_of(
     path: str | os.PathLike[str], axes: ExampleAxes, *, labeled: bool = True
-) -> list[Shard]:
+) -> list[ShardFile]:
     """Return the shards of a folder, in the order of their names.
 
     ``InputError`` is raised if a file is damaged, or if the shards differ in names, types or shapes
@@ -65,7 +65,7 @@ def shards_of(
     for name in others:
         _compare(place, (first, headers[first]), (name, headers[name]), axes)
     return [
-        Shard(
+        ShardFile(
             _counted(place / name, headers[name], axes, labeled=labeled),
             partial(_load, place / name, files, headers[name], axes, labeled=labeled),
         )

@@ -32,7 +32,7 @@ from kfac_engine.datasets.files import (
     separated,
     shards_of,
 )
-from kfac_engine.datasets.shards import WHOLE, Examples, OrderedBatches, Shard, Share
+from kfac_engine.datasets.shards import WHOLE, Examples, OrderedBatches, ShardFile, Share
 from kfac_engine.errors import InputError
 from kfac_engine.losses.observed import Targets, Weighted, weights_gathered
 from kfac_engine.system.arrays import map_arrays
@@ -323,7 +323,7 @@ def _examples(batch: Batch, axes: ExampleAxes) -> Examples:
     """Return the examples of a batch, as arrays of NumPy or CuPy."""
     inputs = {name: as_array(array) for name, array in batch[0].items()}
     targets = converted(batch[1])
-    return Examples([Shard(axes.check(inputs, targets), lambda: (inputs, targets))], axes)
+    return Examples([ShardFile(axes.check(inputs, targets), lambda: (inputs, targets))], axes)
 
 
 def converted(targets: Targets) -> Targets:

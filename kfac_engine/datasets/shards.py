@@ -36,7 +36,7 @@ _CHECKED_SHARDS, _CHECKED_BYTES = 16, 1 << 24
 
 
 @dataclass(frozen=True, slots=True)
-class Shard:
+class ShardFile:
     """A part of a data set."""
 
     count: int  # number of examples
@@ -95,7 +95,7 @@ class Examples:
     examples.
     """
 
-    def __init__(self, shards: Sequence[Shard], axes: ExampleAxes) -> None:
+    def __init__(self, shards: Sequence[ShardFile], axes: ExampleAxes) -> None:
         self._shards, self.axes = shards, axes
         self.counts = tuple(shard.count for shard in shards)
         if not self.total:

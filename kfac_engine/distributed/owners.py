@@ -135,7 +135,7 @@ class FactorSize:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class OwnedPart:
     """Rows from ``start`` to before ``stop`` of a layer's gradient, with one owner.
 
     The owner is the rank that preconditions them.
@@ -151,7 +151,7 @@ def layer_owners(
     factors: Mapping[str, FactorSize],
     ranks: int,
     refresh_every: int = 10,
-) -> dict[str, tuple[Part, ...]]:
+) -> dict[str, tuple[OwnedPart, ...]]:
     """Return the parts of each layer with their owners, the same on all ranks.
 
     The parts of a layer are in the order of their rows. The load of a layer is its preconditioning,
@@ -173,7 +173,7 @@ def layer_owners(
         for index in range(count)
     }
     assigned = owners(works, ranks)
-    parts: dict[str, tuple[Part, ...]] = {}
+    parts: dict[str, tuple[OwnedPart, ...]] = {}
     for key, count in counts.items():
         ordered = sorted(assigned[f"{key} {index:09d}"] for index in range(count))
         for member in groups[key].members:
@@ -222,12 +222,12 @@ def _counts(groups: Mapping[str, _Group], ranks: int) -> dict[str, int]:
     return counts
 
 
-def _cut(extent: int, ordered: Sequence[int]) -> tuple[Part, ...]:
+def _cut(extent: int, ordered: Sequence[int]) -> tuple[OwnedPart, ...]:
     """Divide rows into equal parts; the parts of one owner are joined."""
     parts, start = [], 0
     for owner, same in groupby(ordered):
         stop = start + len(list(same))
         edges = (extent * edge // len(ordered) for edge in (start, stop))
-        parts.append(Part(owner, *edges))
+        parts.append(OwnedPart(owner, *edges))
         start = stop
     return tuple(parts)

@@ -23,7 +23,7 @@ Number = TypeVar("Number", bound=np.generic)
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class RowRange:
     """Consecutive examples of a batch: the shard of one rank.
 
     Raises:
@@ -45,7 +45,7 @@ class Rows:
             )
 
     @classmethod
-    def of(cls, counts: Sequence[int], rank: int) -> "Rows":
+    def of(cls, counts: Sequence[int], rank: int) -> "RowRange":
         """Return the rows of a rank if the shards of a batch are in the order of the ranks.
 
         ``counts`` has the number of examples of each rank.
@@ -84,7 +84,7 @@ class RowGenerator:
     def __init__(
         self,
         rng: np.random.Generator,
-        rows: Rows,
+        rows: RowRange,
         placements: Mapping[str, Placement] | None = None,
         loss: str = "",
     ) -> None:

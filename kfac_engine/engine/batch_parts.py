@@ -13,7 +13,7 @@ from typing import TypeAlias
 from kfac_engine._types import Array
 from kfac_engine.datasets.examples import Batch, ExampleAxes, numbered
 from kfac_engine.distributed.agreement import raised_by_all_ranks
-from kfac_engine.distributed.shards import Rows
+from kfac_engine.distributed.shards import RowRange
 from kfac_engine.engine.batch_shards import BatchShards
 from kfac_engine.errors import InputError, KfacError
 from kfac_engine.losses.objective import BatchSize, Observation
@@ -80,7 +80,7 @@ class TracedParts:
     # Number of examples of all parts and processes, which ``count`` sets.
     measured: int = field(init=False)
     # For each part, the rows of this process in the batch, which ``count`` sets.
-    rows: Sequence[Rows] = field(init=False)
+    rows: Sequence[RowRange] = field(init=False)
     _only: Trace | None = None
 
     @classmethod
@@ -127,19 +127,19 @@ class TracedParts:
         batch of as many.
         """
         sizes: list[BatchSize] = []
-        placed: list[Rows] = []
+        placed: list[RowRange] = []
 
         def add(trace: Trace) -> None:
             sizes.append(exchange(trace).whole)
             count = sizes[-1].examples
-            placed.append(Rows(0, count, count) if shards.alone else shards.rows)
+            placed.append(RowRange(0, count, count) if shards.alone else shards.rows)
 
         self.each(add)
         self.size = sum(sizes[1:], sizes[0])
         self.measured = self.size.examples
         starts = accumulate((rows.whole for rows in placed), initial=0)
         self.rows = [
-            Rows(start + rows.start, rows.count, self.measured)
+            RowRange(start + rows.start, rows.count, self.measured)
             for start, rows in zip(starts, placed, strict=False)
         ]
         if examples is not None:

@@ -11,7 +11,7 @@ from kfac_engine.backend.threads import single_threaded_blas
 from kfac_engine.distributed.agreement import Agreement, checksums
 from kfac_engine.distributed.messages import sum_arrays, summed
 from kfac_engine.distributed.protocol import Alone, Communicator
-from kfac_engine.distributed.shards import Rows
+from kfac_engine.distributed.shards import RowRange
 from kfac_engine.engine.rollback import quiet
 from kfac_engine.errors import InputError, ShapeError
 from kfac_engine.losses.objective import BatchSize, Objective, Observation
@@ -46,7 +46,7 @@ class BatchShards:
     ) -> None:
         self.agreement = Agreement(communicator or Alone())
         self.communicator, self.alone = self.agreement.communicator, self.agreement.alone
-        self.rows = Rows(0, 0, 0)
+        self.rows = RowRange(0, 0, 0)
         self.counts: tuple[int, ...] = ()
         self.state: Callable[[], Mapping[str, str]] = dict
         self._objective, self._parameters = objective, parameters
@@ -98,7 +98,7 @@ class BatchShards:
                     f"and rank 0 has {positions[0]:g}; pad the examples of all ranks to one length."
                 )
             )
-        self.rows = Rows.of([int(n) for n in counts], self.communicator.rank)
+        self.rows = RowRange.of([int(n) for n in counts], self.communicator.rank)
         self.counts = tuple(int(n) for n in shards)
         totals = table[:, 3 + len(sums) :].sum(axis=0)
         measured = BatchSize(self.rows.whole, tuple(map(float, totals)))

@@ -14,7 +14,7 @@ from kfac_engine.curvature.factors.refresh import Compute, RefreshTask, Request,
 from kfac_engine.curvature.refreshes import factor_shapes, refresh_cost, refreshed_shapes
 from kfac_engine.curvature.schedule import Schedule
 from kfac_engine.distributed.messages import Form, broadcast_arrays
-from kfac_engine.distributed.owners import FactorSize, LayerSize, Part, layer_owners
+from kfac_engine.distributed.owners import FactorSize, LayerSize, OwnedPart, layer_owners
 from kfac_engine.engine.batch_shards import BatchShards
 from kfac_engine.engine.build import Assembly
 from kfac_engine.engine.distribution import Distribution
@@ -95,7 +95,7 @@ class Shard(Distribution):
         period = (assembly.options.schedule or Schedule()).refresh_every
         owners = layer_owners(*sizes(assembly, layers), shards.communicator.size, period)
         # The owners of each parameter, with its rows if there are several.
-        self._parts: dict[str, tuple[Part, ...]] = {}
+        self._parts: dict[str, tuple[OwnedPart, ...]] = {}
         self._factor_owners: dict[int, tuple[int, ...]] = {}
         for layer, parts in zip(layers, owners.values(), strict=True):
             self._parts |= dict.fromkeys(layer.parameters, parts)
@@ -226,12 +226,12 @@ class Shard(Distribution):
     def _is_owned(self, factor: FisherFactor) -> bool:
         return self._communicator.rank in self._factor_owners[id(factor)]
 
-    def _pieces(self, names: Iterable[str]) -> list[tuple[str, Part]]:
+    def _pieces(self, names: Iterable[str]) -> list[tuple[str, OwnedPart]]:
         """Return the parts of parameters in the order of their owners."""
         pieces = [(name, part) for name in names for part in self._parts[name]]
         return sorted(pieces, key=lambda piece: (piece[1].owner, piece[0]))
 
-    def _part(self, name: str) -> Part | None:
+    def _part(self, name: str) -> OwnedPart | None:
         """Return the part of a parameter that this rank owns."""
         rank = self._communicator.rank
         return next((part for part in self._parts[name] if part.owner == rank), None)
@@ -240,26 +240,28 @@ class Shard(Distribution):
         """Return whether several ranks own rows of a parameter."""
         return len(self._parts[name]) > 1
 
-    def _of(self, name: str, part: Part, array: Array) -> Array:
+    def _of(self, name: str, part: OwnedPart, array: Array) -> Array:
         """Return the part of an array in the shape of a parameter; a view."""
         return array[part.start : part.stop] if self._is_divided(name) else array
 
-    def _shape(self, name: str, part: Part, whole: tuple[int, ...]) -> tuple[int, ...]:
+    def _shape(self, name: str, part: OwnedPart, whole: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape that a part has in an array of the shape ``whole``."""
         return (part.stop - part.start, *whole[1:]) if self._is_divided(name) else whole
 
-    def _rows(self, name: str, part: Part, array: Array, shape: tuple[int, ...]) -> Array | Rows:
+    def _rows(
+        self, name: str, part: OwnedPart, array: Array, shape: tuple[int, ...]
+    ) -> Array | Rows:
         """Return a part of an array of ``shape``; rows of a divided one as ``Rows``."""
         if not self._is_divided(name):
             return array
         return Rows(self._backend.xp.arange(part.start, part.stop), array, shape[0])
 
-    def _operand(self, name: str, part: Part, vector: Array | Rows) -> Array | Rows:
+    def _operand(self, name: str, part: OwnedPart, vector: Array | Rows) -> Array | Rows:
         """Return the vector that the block of a part multiplies."""
         if isinstance(vector, Rows):
             return vector
         return self._rows(name, part, self._of(name, part, vector), vector.shape)
 
-    def _sent(self, name: str, part: Part, vector: Array | Rows) -> Array:
+    def _sent(self, name: str, part: OwnedPart, vector: Array | Rows) -> Array:
         """Return the entries that an owner sends to all ranks."""
         return vector.values if isinstance(vector, Rows) else self._of(name, part, vector)

@@ -121,7 +121,7 @@ def derivatives(  # noqa: PLR0913 (every choice a user has, each with a default)
     features = feature_sizes(entry, facts[x], sample_inputs)
     names = chosen_outputs(graph, facts, [x], outputs)
     check_smooth(graph, facts, [x], names)
-    check_examples(graph, facts, [x], names, sample_inputs)
+    check_example_axis(graph, facts, [x], names, sample_inputs)
     d = prod(features)
     numbers = numbered(labels, d)
     quantities = [
@@ -424,7 +424,7 @@ def chosen_outputs(
     return chosen
 
 
-def check_examples(
+def check_example_axis(
     graph: Graph,
     facts: Mapping[str, Fact],
     wrt: Sequence[str],

@@ -28,7 +28,7 @@ from kfac_engine.errors import (
 )
 from kfac_engine.export.derivatives import (
     Output,
-    check_examples,
+    check_example_axis,
     check_smooth,
     chosen_outputs,
     derivative_model,
@@ -44,7 +44,7 @@ from kfac_engine.export.gradient_model import saved_model
 from kfac_engine.graph.analysis.declared_constants import declare_residuals
 from kfac_engine.graph.load import LoadedModel, ModelSource, load_model
 from kfac_engine.graph.node_builder import FLOAT_CODES
-from kfac_engine.graph.passes.bodies import renamed
+from kfac_engine.graph.passes.bodies import with_new_names
 from kfac_engine.graph.structure import Fact, Graph, Input, Node
 from kfac_engine.graph.write import ModelProto
 from kfac_engine.recording.operations import new_tape
@@ -110,7 +110,7 @@ def equation(
     sizes = [feature_sizes(entry, facts[entry.name], sample_inputs) for entry, _ in entries]
     fields = chosen_outputs(graph, facts, names, outputs)
     check_smooth(graph, facts, names, fields)
-    axes = check_examples(graph, facts, names, fields, sample_inputs)
+    axes = check_example_axis(graph, facts, names, fields, sample_inputs)
     numbers = _numbers(entries, sizes)
     copies = [_copy(graph, name, axes) for name in residuals]
     joint, joint_facts = _joined(graph, facts, copies, axes)
@@ -415,7 +415,7 @@ def _joined(
 ) -> tuple[Graph, dict[str, Fact]]:
     """Return the graph of all copies of a network, which share its constants."""
     nodes = tuple(
-        replace(renamed(node, copy.names), name=f"{copy.set}/{node.name}")
+        replace(with_new_names(node, copy.names), name=f"{copy.set}/{node.name}")
         for copy in copies
         for node in graph.nodes
     )

@@ -6,7 +6,7 @@ import onnx
 from onnx import AttributeProto
 
 from kfac_engine.errors import UnsupportedError
-from kfac_engine.graph.passes.order import captures, describe
+from kfac_engine.graph.passes.order import captures, label_of
 from kfac_engine.graph.structure import AttributeValue, Node, Subgraph
 from kfac_engine.graph.tensors import to_array
 
@@ -49,7 +49,7 @@ def _value(entry: AttributeProto, node: onnx.NodeProto) -> AttributeValue:
     if entry.type not in _ATTRIBUTE_VALUES:
         kind = AttributeProto.AttributeType.Name(entry.type)
         raise UnsupportedError(
-            f"attribute '{entry.name}' of the {describe(node)} has the type {kind}, which is not "
+            f"attribute '{entry.name}' of the {label_of(node)} has the type {kind}, which is not "
             f"supported."
         )
     return _ATTRIBUTE_VALUES[entry.type](entry)

@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 
 from kfac_engine._types import Array
-from kfac_engine.html_report.run_log import RunLog, finite, refreshes
+from kfac_engine.html_report.run_log import RunLog, finite_or_none, refreshes
 from kfac_engine.printable import printable
 from kfac_engine.training.history import STEP_ENTRIES
 
@@ -79,7 +79,7 @@ def constants(log: RunLog) -> dict[str, float]:
     }
 
 
-def stages(log: RunLog) -> Stages | None:
+def stage_times(log: RunLog) -> Stages | None:
     """Return the time of the stages; None if the records have no stages.
 
     The stage ``"other"`` is the time between two steps, such as validation and reading of data.
@@ -230,7 +230,7 @@ def _chart(
 
 
 def _finites(values: Array) -> list[Any]:
-    return [finite(value) for value in values]
+    return [finite_or_none(value) for value in values]
 
 
 def extremes(values: Array, most: int) -> Array:
@@ -291,8 +291,8 @@ def drawing(chart: Chart, axis: str, label: str) -> str:
     if lines[0][2] == "areas":  # the first is as wide as the second
         xs.append(2 * xs[0] - xs[1] if len(xs) > 1 else xs[0] - 1)
     ys += [value for value, _ in chart.references]
-    px, x_ticks = scale(min(xs), max(xs), _LEFT, _RIGHT)
-    py, y_ticks = scale(min(ys), max(ys), _BOTTOM, _TOP, logarithmic=logarithmic)
+    px, x_ticks = axis_scale(min(xs), max(xs), _LEFT, _RIGHT)
+    py, y_ticks = axis_scale(min(ys), max(ys), _BOTTOM, _TOP, logarithmic=logarithmic)
     parts = [head, _rule(_BOTTOM, "frame"), _text(_RIGHT, _HEIGHT - 4, label)]
     for tick in y_ticks:
         parts += _rule(py(tick), "grid"), _text(_LEFT - 6, py(tick) + 4, f"{tick:.5g}")
@@ -320,7 +320,7 @@ def legend(lines: list[Series]) -> str:
     return f'<div class="tools">{"".join(keys)}</div>' if len(lines) > 1 else ""
 
 
-def scale(
+def axis_scale(
     low: float, high: float, start: float, end: float, *, logarithmic: bool = False
 ) -> tuple[Callable[[float], float], list[float]]:
     """Return a map from values to pixels, and ticks: multiples of 1, 2 or 5 times a power of ten.

@@ -25,7 +25,7 @@ from kfac_engine.html_report.charts import (
     constants,
     drawing,
     legend,
-    stages,
+    stage_times,
 )
 from kfac_engine.html_report.run_log import (
     FactorRefreshes,
@@ -33,8 +33,8 @@ from kfac_engine.html_report.run_log import (
     LayerEntry,
     RunLog,
     SpectrumEntry,
-    gathered,
     layer_entries,
+    log_of_lines,
     named_texts,
     read_log,
     refreshes,
@@ -51,7 +51,7 @@ _NONE = "–"
 MOST_FACTORS = 400
 
 
-def summary(log: RunLog, stages: Stages | None) -> str:
+def summary_terms(log: RunLog, stages: Stages | None) -> str:
     """Return the most important numbers of a run as a list of terms."""
     columns = log.columns
     last = {name: column[-1] for name, column in columns.items()}
@@ -61,15 +61,15 @@ def summary(log: RunLog, stages: Stages | None) -> str:
     if not isnan(last["seconds"]):
         pairs.append(("time", duration(last["seconds"])))
     if "loss" in columns:
-        pairs.append(("last loss of a batch", number(_last(columns["loss"]))))
+        pairs.append(("last loss of a batch", shown_number(_last(columns["loss"]))))
     if VALIDATION in columns:
         validation = columns[VALIDATION]
-        pairs.append(("last validation loss", number(_last(validation))))
+        pairs.append(("last validation loss", shown_number(_last(validation))))
         if np.isfinite(validation).any():
             best = int(np.nanargmin(validation))
-            where = f"{number(validation[best])} at step {int(columns['step'][best]):,}"
+            where = f"{shown_number(validation[best])} at step {int(columns['step'][best]):,}"
             pairs.append(("lowest validation loss", where))
-    pairs += [(title.lower(), number(value)) for title, value in constants(log).items()]
+    pairs += [(title.lower(), shown_number(value)) for title, value in constants(log).items()]
     share = _curvature_share(stages)
     if share is not None:
         pairs.append(("time for curvature", f"{100 * share:.1f} %"))
@@ -155,7 +155,7 @@ def table(title: str, heads: Cells, rows: Sequence[Cells]) -> str:
     )
 
 
-def number(value: float | None) -> str:
+def shown_number(value: float | None) -> str:
     """Return a number with four digits."""
     return _NONE if value is None or isnan(value) else f"{value:.4g}"
 
@@ -180,10 +180,10 @@ def _spectrum_row(entry: SpectrumEntry) -> Cells:
     if entry.count is None:
         return (*where, "not computed", *[_NONE] * 5)
     below = _or_none(entry.below_damping, lambda n: f"{int(n):,} of {entry.count:,}")
-    condition = "singular" if entry.condition is None else number(entry.condition)
+    condition = "singular" if entry.condition is None else shown_number(entry.condition)
     return (
-        *where, number(entry.largest), number(entry.smallest), number(entry.damping),
-        below, condition, number(entry.damped_condition),
+        *where, shown_number(entry.largest), shown_number(entry.smallest),
+        shown_number(entry.damping), below, condition, shown_number(entry.damped_condition),
     )  # fmt: skip
 
 
@@ -213,7 +213,7 @@ def page(log: RunLog) -> str:
 
     The page loads nothing and has no script: its security policy forbids both.
     """
-    lines, times, factors = charts(log), stages(log), refreshes(log)
+    lines, times, factors = charts(log), stage_times(log), refreshes(log)
     axes = ["step", "seconds"] if np.isfinite(log.columns["seconds"]).all() else ["step"]
     layers, more_layers = layer_entries(log.run)
     spectra, more_spectra = spectrum_entries(log.spectra)
@@ -237,7 +237,7 @@ def page(log: RunLog) -> str:
     model = dict(named_texts(log.run)).get("model", "")
     return _document(
         f"Training run: {model}" if model else "Training run",
-        f'<dl class="summary">{summary(log, times)}</dl>',
+        f'<dl class="summary">{summary_terms(log, times)}</dl>',
         notes,
         sections,
     )
@@ -379,7 +379,7 @@ def report(run: History | str | Path, path: str | Path) -> None:
         InputError: The log is missing or damaged, or the page cannot be written.
     """
     if isinstance(run, History):
-        log = gathered(run.lines())
+        log = log_of_lines(run.lines())
     elif isinstance(run, str | Path):
         check_outputs({"the page": checked_path(path)}, {"the log": checked_path(run)})
         log = read_log(checked_path(run))

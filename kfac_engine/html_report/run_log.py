@@ -47,7 +47,7 @@ class RunLog:
         return len(self.columns["step"])
 
 
-def gathered(lines: Iterable[Json]) -> RunLog:
+def log_of_lines(lines: Iterable[Json]) -> RunLog:
     """Return a log from its lines: records of steps, the description, and the spectra.
 
     The last description and the last spectra count. No record, or steps that do not increase, raise
@@ -68,7 +68,7 @@ def gathered(lines: Iterable[Json]) -> RunLog:
                     continue
                 column = values.setdefault(name, [])
                 column.extend([nan] * (steps - len(column)))
-                entry = number(value)
+                entry = checked_number(value)
                 column.append(nan if entry is None else entry)
             log.refreshed.append(_texts(line.get(REFRESHED)))
             steps += 1
@@ -92,7 +92,7 @@ def read_log(path: Path) -> RunLog:
     check_file(path)
     notes: list[str] = []
     try:
-        log = gathered(_lines(path, notes))
+        log = log_of_lines(_lines(path, notes))
     except InputError as failure:
         raise InputError(f"cannot read the log '{path}': {failure}") from failure
     log.notes += notes
@@ -128,7 +128,7 @@ def _texts(values: object) -> list[str]:
     return list(dict.fromkeys(entry for entry in entries if isinstance(entry, str)))
 
 
-def number(value: object) -> float | None:
+def checked_number(value: object) -> float | None:
     """Return a number as float; None for anything else, and for numbers beyond 1e150."""
     # A comparison of a whole number of many digits does not overflow.
     return float(value) if isinstance(value, int | float) and abs(value) <= _LARGEST else None
@@ -145,7 +145,7 @@ def _check_positions(log: RunLog) -> None:
         log.notes.append("The log has no increasing seconds; the charts show steps only.")
 
 
-def finite(value: float) -> float | None:
+def finite_or_none(value: float) -> float | None:
     """Return a number, or None in place of NaN and infinity, which JSON cannot represent."""
     return float(value) if isfinite(value) else None
 
@@ -281,7 +281,7 @@ def _word(value: object) -> str:
 
 
 def _number(value: object) -> float | None:
-    return None if isinstance(value, bool) else number(value)
+    return None if isinstance(value, bool) else checked_number(value)
 
 
 def _whole(value: object) -> int | None:

@@ -11,7 +11,7 @@ from kfac_engine._types import Array
 from kfac_engine.arguments import positive
 from kfac_engine.curvature.schedule import NEVER, Schedule
 from kfac_engine.datasets.examples import Batch
-from kfac_engine.distributed.shards import Rows
+from kfac_engine.distributed.shards import RowRange
 from kfac_engine.engine.engine import Engine
 from kfac_engine.engine.profiling import StageClock
 from kfac_engine.errors import InputError
@@ -123,7 +123,7 @@ class PartialBatch:
         least = fewest_measured(self._engine)
         chosen = []
         for part in sizes:
-            rows = (Rows(start, size, whole) for size, start in zip(part, places, strict=False))
+            rows = (RowRange(start, size, whole) for size, start in zip(part, places, strict=False))
             of_ranks = [rotating_part(step, row, self._part, least) for row in rows]
             if any(map(len, of_ranks)) and not all(map(len, of_ranks)):
                 return None
@@ -243,7 +243,7 @@ def fewest_measured(engine: Engine) -> int:
     return 2 if engine.buffers else 1
 
 
-def rotating_part(step: int, rows: Rows, part: float, least: int = 1) -> Array:
+def rotating_part(step: int, rows: RowRange, part: float, least: int = 1) -> Array:
     """Return ascending indices in a shard: another part of the batch in each step.
 
     The part, in (0, 1], has the same number of examples in each step, ``least`` or more if the

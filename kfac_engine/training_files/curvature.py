@@ -38,7 +38,7 @@ from kfac_engine.recording.operations import Draws, NoiseInput, Operations, new_
 from kfac_engine.recording.recorded import Recorded, Size, Symbol, Tape
 from kfac_engine.training.curvature_updates import fewest_measured
 from kfac_engine.training.kfac import KfacOptimizer
-from kfac_engine.training_files.parts import Evaluation, Writer, forward_nodes
+from kfac_engine.training_files.parts import EvaluationGraph, Writer, forward_nodes
 
 Values = Mapping[str, Symbol]
 _NEVER = -1
@@ -113,7 +113,7 @@ class CurvatureSteps:
     @cached_property
     def _weighted(self) -> bool:
         """Whether targets have weights; a target that equals ``ignore_index`` has the weight 0."""
-        sample = Evaluation(self._assembly, new_tape(""), None, {}, self._target_inputs)
+        sample = EvaluationGraph(self._assembly, new_tape(""), None, {}, self._target_inputs)
         seen = sample.observe(self._engine.objective)
         return any(observed.weights is not None for observed in seen.terms)
 
@@ -170,7 +170,7 @@ class CurvatureSteps:
 
     def write(
         self,
-        batch: Evaluation,
+        batch: EvaluationGraph,
         state: Values,
         vectors: Mapping[str, Symbol],
         step: Symbol,
@@ -264,7 +264,7 @@ class CurvatureSteps:
 
     def _observed(
         self,
-        batch: Evaluation,
+        batch: EvaluationGraph,
         averages: list[Symbol],
         totals: list[Symbol],
         step: Symbol,
@@ -307,7 +307,7 @@ class CurvatureSteps:
         weight = np.concatenate(weights) if several else weights[0].reshape(())
         return [*new, weight, np.concatenate(rows)]
 
-    def _counting(self, batch: Evaluation, observation: Observation) -> tuple[Any, list[Any]]:
+    def _counting(self, batch: EvaluationGraph, observation: Observation) -> tuple[Any, list[Any]]:
         """Record whether a part of a batch counts, and whether each loss has targets in the batch.
 
         A part changes nothing if no target of a loss counts that has others in the batch.
@@ -330,7 +330,7 @@ class CurvatureSteps:
         any_present = reduce(np.logical_or, (present[number] for number in numbers))
         return np.logical_and(of_part, any_present)
 
-    def _part(self, batch: Evaluation, step: Symbol) -> Evaluation:
+    def _part(self, batch: EvaluationGraph, step: Symbol) -> EvaluationGraph:
         """Return an evaluation of another part of the batch in each step.
 
         ``rotating_part`` chooses the same examples: for a part of ``size`` of n examples, the ones
@@ -360,7 +360,7 @@ class CurvatureSteps:
         names |= {name: f"{prefix}{name}" for name in (*moving, *batch.target_axes)}
         return replace(batch, examples=examples, names=names, selection=index, visible=True)
 
-    def _later(self, batch: Evaluation, step: Symbol, size: Symbol, n: Symbol) -> Symbol | int:
+    def _later(self, batch: EvaluationGraph, step: Symbol, size: Symbol, n: Symbol) -> Symbol | int:
         """Return the number of steps after which the part of a step has targets that count.
 
         It is 0 if all targets count, and for several losses, whose targets may have no common part,
@@ -383,7 +383,7 @@ class CurvatureSteps:
         return -np.max(np.where(counts, -steps, -n))
 
     def _measured(
-        self, batch: Evaluation, part: Evaluation, step: Symbol, random: Writer
+        self, batch: EvaluationGraph, part: EvaluationGraph, step: Symbol, random: Writer
     ) -> tuple[Observation, dict[str, Symbol]]:
         """Write the passes of the statistics; return targets, and the values that they read."""
         mode, objective = self._statistics.mode, self._engine.objective
@@ -425,8 +425,8 @@ class CurvatureSteps:
         return observation, values | self._rows(part, observation, arrays)
 
     def _forward(
-        self, batch: Evaluation, part: Evaluation, forward: Sequence[str], random: Writer
-    ) -> Evaluation:
+        self, batch: EvaluationGraph, part: EvaluationGraph, forward: Sequence[str], random: Writer
+    ) -> EvaluationGraph:
         """Write the forward pass of a part of the batch; return the part with all its names."""
         level, index = batch.tape.level, part.selection
         if index is None:
@@ -445,7 +445,7 @@ class CurvatureSteps:
         return part
 
     def _rows(
-        self, part: Evaluation, observation: Observation, gradients: Mapping[str, Any]
+        self, part: EvaluationGraph, observation: Observation, gradients: Mapping[str, Any]
     ) -> dict[str, Any]:
         """Record how much each row counts, by its name; nothing if all count alike."""
         values: Any = part

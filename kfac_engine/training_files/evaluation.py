@@ -12,7 +12,12 @@ from kfac_engine.graph.node_builder import TYPE_CODES
 from kfac_engine.graph.structure import Input
 from kfac_engine.recording.operations import new_tape
 from kfac_engine.recording.recorded import Size, Symbol, Tape, size_of
-from kfac_engine.training_files.parts import Evaluation, declared_value, hits_and_count, number_of
+from kfac_engine.training_files.parts import (
+    EvaluationGraph,
+    declared_value,
+    hits_and_count,
+    number_of,
+)
 
 PREFIX = "evaluate/"
 METRICS = ("loss", "accuracy")
@@ -47,7 +52,7 @@ def record_metrics(
     for entry, name in read.items():
         tape.level.op("Cast", entry, to=TYPE_CODES[_FLOAT.name], result=names[name])
     examples = _examples(assembly, tape, names)
-    batch = Evaluation(assembly, tape, examples, names, target_inputs)
+    batch = EvaluationGraph(assembly, tape, examples, names, target_inputs)
     outputs = _outputs(batch, [head.loss for head in assembly.task.heads])
     return Metrics(tape, (*declared, *targets), outputs, read)
 
@@ -65,7 +70,7 @@ def _examples(assembly: Assembly, tape: Tape, names: Mapping[str, str]) -> Size 
     return None
 
 
-def _outputs(batch: Evaluation, losses: Sequence[Any]) -> dict[str, Symbol]:
+def _outputs(batch: EvaluationGraph, losses: Sequence[Any]) -> dict[str, Symbol]:
     """Record the sums of each metric, and what divides them."""
     tape, objective = batch.tape, batch.assembly.task.objective
     values: Any = batch

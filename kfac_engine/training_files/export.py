@@ -53,7 +53,7 @@ from kfac_engine.training_files.files import (
     TrainingFiles,
 )
 from kfac_engine.training_files.parts import declared_value
-from kfac_engine.training_files.step import NEW, Step, StepRecorder
+from kfac_engine.training_files.step import NEW, StepGraph, StepRecorder
 
 NOISE = ("internal", "input")
 
@@ -306,7 +306,7 @@ def _check_parts(parts: int, noise: str, assembly: Assembly) -> None:
         )
 
 
-def _recorded(recorder: StepRecorder) -> Step:
+def _recorded(recorder: StepRecorder) -> StepGraph:
     """Record a step; an UnsupportedError for code that needs numbers in place of symbols."""
     try:
         return recorder.record()
@@ -334,7 +334,7 @@ def _fixed_sizes(assembly: Assembly, sample: Mapping[str, Array]) -> Iterator[st
                 )
 
 
-def _with_read_noise(step: Step) -> Step:
+def _with_read_noise(step: StepGraph) -> StepGraph:
     """Leave out random numbers that nothing reads, such as of a loss of frozen layers only."""
     read = _read(needed(step.tape.graph.nodes, [value.name for value in step.outputs.values()]))
     noise = {name: shape for name, shape in step.noise.items() if name in read}
@@ -346,7 +346,7 @@ def _with_read_noise(step: Step) -> Step:
 
 
 def _described(
-    assembly: Assembly, optimizer: str, options: Mapping[str, Any], step: Step
+    assembly: Assembly, optimizer: str, options: Mapping[str, Any], step: StepGraph
 ) -> Description:
     batch = assembly.task.batch
     digest = hashlib.sha256()
@@ -397,7 +397,7 @@ def _plain(value: Any) -> Any:
     return value if isinstance(value, int | float | str | None) else repr(value)
 
 
-def _training(model: OnnxModel, step: Step, description: Description) -> ModelProto:
+def _training(model: OnnxModel, step: StepGraph, description: Description) -> ModelProto:
     """Return ``training.onnx``."""
     level = step.tape.graph
     outputs = []
@@ -428,7 +428,7 @@ def _initial(state: Mapping[str, Array], description: Description) -> ModelProto
     return with_properties(model, description.properties())
 
 
-def _predict(model: OnnxModel, step: Step, description: Description) -> ModelProto:
+def _predict(model: OnnxModel, step: StepGraph, description: Description) -> ModelProto:
     """Return ``predict.onnx``, the model in inference form with its trained weights as inputs."""
     graph: Graph = inference_form(model.extended_graph(), model.buffers)
     # A loss may read a value that is no output of the model, such as logits.

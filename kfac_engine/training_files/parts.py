@@ -13,7 +13,7 @@ from kfac_engine.autodiff.training_form import draws
 from kfac_engine.engine.build import Assembly
 from kfac_engine.errors import UnsupportedError
 from kfac_engine.export.target_inputs import TargetInputs
-from kfac_engine.graph.passes.bodies import renamed
+from kfac_engine.graph.passes.bodies import with_new_names
 from kfac_engine.graph.structure import Input, Node
 from kfac_engine.losses.base import LossFunction
 from kfac_engine.losses.objective import BatchSize, Objective, Observation
@@ -29,11 +29,11 @@ _FLOAT = np.dtype(np.float32)
 MOST_FRAMES = 128
 
 # Writes a random node of an evaluation.
-Writer: TypeAlias = Callable[["Evaluation", Node], None]
+Writer: TypeAlias = Callable[["EvaluationGraph", Node], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Evaluation:
+class EvaluationGraph:
     """One evaluation of the model in the graph, on the batch or on a part of it."""
 
     assembly: Assembly  # the model and its losses
@@ -177,7 +177,7 @@ class Evaluation:
             if draws(self.model.graph, node):
                 random(self, node)
             else:
-                copy = renamed(node, self.names)
+                copy = with_new_names(node, self.names)
                 level.nodes.append(replace(copy, name=f"{level.prefix}{node.name}"))
 
 
@@ -231,7 +231,9 @@ def number_of(tape: Tape, number: Any) -> Symbol:
     return Recorded(tape, tape.constant(number, _FLOAT), (), _FLOAT)
 
 
-def hits_and_count(loss: LossFunction, batch: Evaluation, seen: Any, whole: Any) -> tuple[Any, Any]:
+def hits_and_count(
+    loss: LossFunction, batch: EvaluationGraph, seen: Any, whole: Any
+) -> tuple[Any, Any]:
     """Record how many targets the model finds most probable, weighted, and the sum of all weights.
 
     ``batch`` is a part with the targets ``seen`` of a batch with the targets ``whole``, to which
@@ -258,7 +260,7 @@ class RandomNodes:
     def __init__(self, draws: Draws) -> None:
         self._draws, self._numbers = draws, dict[str, Symbol]()
 
-    def write(self, evaluation: Evaluation, node: Node) -> None:
+    def write(self, evaluation: EvaluationGraph, node: Node) -> None:
         """Write the results of a random node with the names of an evaluation of the model.
 
         An input that decides whether the node draws raises UnsupportedError.
@@ -273,7 +275,7 @@ class RandomNodes:
                 target = evaluation.names.get(name, name)
                 evaluation.tape.level.op("Identity", value.name, result=target)
 
-    def _numbers_of(self, evaluation: Evaluation, node: Node) -> Symbol:
+    def _numbers_of(self, evaluation: EvaluationGraph, node: Node) -> Symbol:
         axis, shape = _form(evaluation, node)
         if evaluation.selection is not None and node.name in self._numbers:
             numbers = self._numbers[node.name]
@@ -285,7 +287,7 @@ class RandomNodes:
         return numbers
 
 
-def _form(evaluation: Evaluation, node: Node) -> tuple[int | None, Shape]:
+def _form(evaluation: EvaluationGraph, node: Node) -> tuple[int | None, Shape]:
     """Return the axis of the examples in the numbers of a node, and their shape."""
     if node.op in _SHAPED:
         return None, integers(node, "shape", ())
@@ -295,7 +297,7 @@ def _form(evaluation: Evaluation, node: Node) -> tuple[int | None, Shape]:
     return None if place is None else place.axis, shape
 
 
-def _always_drops(evaluation: Evaluation, node: Node) -> Node:
+def _always_drops(evaluation: EvaluationGraph, node: Node) -> Node:
     """Return a Dropout without its training mode, which is a constant of the model."""
     if node.inputs[2] not in evaluation.model.graph.constants:
         raise UnsupportedError(

@@ -25,7 +25,7 @@ from kfac_engine.training.seen_examples import scarcity
 from kfac_engine.training_files.curvature import CurvatureSteps
 from kfac_engine.training_files.description import DIFFERENT, SEEN
 from kfac_engine.training_files.parts import (
-    Evaluation,
+    EvaluationGraph,
     RandomNodes,
     Writer,
     constants_of,
@@ -47,7 +47,7 @@ _FEATURES, _RESIDUALS = "features", "residuals"
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class StepGraph:
     """A recorded training step."""
 
     tape: Tape  # its nodes and constants
@@ -99,7 +99,7 @@ class StepRecorder:
                 engine, assembly, optimizer, target_inputs, self._noise, whole=several
             )
 
-    def record(self) -> Step:
+    def record(self) -> StepGraph:
         """Return the recorded step."""
         tape, state = new_tape(PREFIX), self._initial_state()
         data = [*self._inputs(), *self._targets(), Input("rate", _FLOAT, ())]
@@ -113,7 +113,7 @@ class StepRecorder:
         symbols = ["batch" if n.name.startswith(OF_NODES) else "part" for n in noise]
         pairs = zip(noise, symbols, strict=True)
         data += [Input(n.name, _FLOAT, _declared(n.shape, symbol)) for n, symbol in pairs]
-        return Step(
+        return StepGraph(
             tape,
             tuple(data),
             state,
@@ -169,7 +169,7 @@ class StepRecorder:
         return {"loss": loss, **metrics, "finite": finite, **new_state}
 
     def _accumulated(
-        self, batch: Evaluation, step: Symbol
+        self, batch: EvaluationGraph, step: Symbol
     ) -> tuple[Symbol, dict[str, Symbol], dict[str, Symbol], dict[str, Symbol]]:
         """Record the passes over parts of the batch; return sums, and new running statistics."""
         tape, buffers = batch.tape, self._model.new_buffers
@@ -208,7 +208,7 @@ class StepRecorder:
         joined: dict[str, Symbol] = joined_statistics(self._model.loaded.graph, sizes, stacked)
         return total, metrics, gradients, joined
 
-    def _part(self, batch: Evaluation, number: Symbol, count: Symbol) -> Evaluation:
+    def _part(self, batch: EvaluationGraph, number: Symbol, count: Symbol) -> EvaluationGraph:
         """Record the inputs and targets of one of ``count`` parts of the batch."""
         tape, n = batch.tape, batch.examples
         assert n is not None, "the caller checks it"
@@ -221,10 +221,10 @@ class StepRecorder:
             tape.level.op("Slice", source, *bounds, result=names[name])
         return replace(batch, examples=Size(stop - start), names=names)
 
-    def _evaluation(self, tape: Tape, names: Mapping[str, str]) -> Evaluation:
+    def _evaluation(self, tape: Tape, names: Mapping[str, str]) -> EvaluationGraph:
         """Return the evaluation of a batch."""
         examples = self._examples(tape, names)
-        return Evaluation(self._assembly, tape, examples, names, self._target_inputs)
+        return EvaluationGraph(self._assembly, tape, examples, names, self._target_inputs)
 
     def _looped(
         self, tape: Tape, state: Mapping[str, Array], data: Sequence[Input]
@@ -305,7 +305,7 @@ class StepRecorder:
         return size_of(tape, names.get(name, name), axis)
 
     def _pass(
-        self, batch: Evaluation, random: Writer, whole: Observation | None = None
+        self, batch: EvaluationGraph, random: Writer, whole: Observation | None = None
     ) -> tuple[Symbol, dict[str, Symbol], dict[str, Symbol]]:
         """Record the forward and the backward pass; return loss, metrics and gradients.
 
@@ -358,7 +358,7 @@ class StepRecorder:
         return optimizer.feature_inputs if isinstance(optimizer, KfacOptimizer) else ()
 
     def _read_by_rule(
-        self, batch: Evaluation, seen: Observation, residuals: Residuals | None
+        self, batch: EvaluationGraph, seen: Observation, residuals: Residuals | None
     ) -> dict[str, Symbol]:
         """Record the residuals and the powers of features that the rule reads, by name."""
         values: Any = batch
@@ -372,7 +372,7 @@ class StepRecorder:
                 read[f"{_RESIDUALS} {i} {k} {name}"] = number_of(batch.tape, number)
         return read
 
-    def _accuracy(self, batch: Evaluation, seen: Observation, whole: Observation) -> Symbol:
+    def _accuracy(self, batch: EvaluationGraph, seen: Observation, whole: Observation) -> Symbol:
         """Record the share of targets in the whole batch that the model finds most probable.
 
         ``batch`` is a part with the targets ``seen``. Its share is its hits, divided by the number
@@ -392,7 +392,7 @@ class StepRecorder:
 
     def _updated(
         self,
-        batch: Evaluation,
+        batch: EvaluationGraph,
         values: Mapping[str, Symbol],
         gradients: Mapping[str, Symbol],
         measured: "_Measured",
@@ -474,7 +474,7 @@ class _RecordedCurvature:
     def __init__(
         self,
         curvature: CurvatureSteps,
-        batch: Evaluation,
+        batch: EvaluationGraph,
         values: Mapping[str, Symbol],
         measured: "_Measured",
         random: Writer,

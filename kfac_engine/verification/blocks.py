@@ -38,7 +38,7 @@ _EXACT_ONCE = frozenset({"kron", "kron_reduce"})
 _EXACT_ALWAYS = frozenset({"full", "diagonal"})
 
 
-def check_blocks(
+def verify_blocks(
     specimen: Specimen, rebuild: Rebuild, layers: Sequence[LayerReport], most: int, entries: int
 ) -> Check:
     """Compare products with blocks on one example, in the mode of exact expectations.

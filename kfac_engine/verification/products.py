@@ -27,7 +27,7 @@ _VECTORS = 2
 _ROUNDINGS = 8
 
 
-def check_products(
+def verify_products(
     specimen: Specimen, names: tuple[str, ...], entries: int, rng: np.random.Generator
 ) -> Check:
     """Compare products of the Fisher matrix with random vectors and with the gradient.

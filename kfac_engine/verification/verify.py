@@ -155,8 +155,8 @@ def _checks(specimen: Specimen, rebuild: Rebuild, most: int, source: Any) -> Ite
     else:
         moved = specimen.with_engine(_moved(specimen, rebuild.engine(), moves))
         yield gradients.GradientCheck(moved, rng).run(names)
-        yield products.check_products(moved, names, _MOST_ENTRIES, rng)
-        yield blocks.check_blocks(specimen, rebuild, cheap, most, _MOST_ENTRIES)
+        yield products.verify_products(moved, names, _MOST_ENTRIES, rng)
+        yield blocks.verify_blocks(specimen, rebuild, cheap, most, _MOST_ENTRIES)
     yield inverses.check_inverses(specimen, rebuild, spread_evenly(cheap, most), rng)
     yield exports.check_export(specimen, rebuild.file, source)
 

@@ -4,7 +4,7 @@ import builtins
 import re
 
 from kfac_engine.__main__ import main
-from kfac_engine.cli.demo import METHODS, row
+from kfac_engine.cli.demo import METHODS, method_row
 
 PNG = b"\x89PNG\r\n"
 SHORT = ["demo", "--seconds", "0.05", "--seeds", "2"]
@@ -27,7 +27,7 @@ def test_a_row_has_the_medians_of_the_runs_of_a_method():
         [(0.1, 0.5), (0.3, 0.3), (0.4, 0.21)],
         [(0.1, 0.9), (0.5, 0.2), (0.6, 0.05)],
     ]
-    assert row("K-FAC", curves) == ["K-FAC", "0.1500", "0.20", "0.50", "never"]
+    assert method_row("K-FAC", curves) == ["K-FAC", "0.1500", "0.20", "0.50", "never"]
 
 
 def test_without_matplotlib_the_demo_says_how_to_get_it(tmp_path, capsys, monkeypatch):

@@ -8,7 +8,7 @@ from scipy.special import softmax
 
 import kfac_engine as ke
 from kfac_engine.__main__ import main
-from kfac_engine.cli.influence import extremes
+from kfac_engine.cli.influence import highest_scores
 from tests.cli.test_pruning_commands import EXAMPLES, fisher, folder, weights_of
 
 __all__ = ["folder"]  # the fixture of two classifiers
@@ -145,7 +145,7 @@ def test_extremes_are_those_of_a_stable_sort(count, ties):
         rng = np.random.default_rng(seed)
         scores = rng.integers(0, 4, 9).astype(float) if ties else rng.standard_normal(9)
         order = np.argsort(-scores, kind="stable").tolist()
-        assert extremes(scores, count) == (order[:count], order[::-1][:count])
+        assert highest_scores(scores, count) == (order[:count], order[::-1][:count])
 
 
 def test_table_of_queries_fits_80_columns(data, capsys):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import kfac_engine as ke
-from kfac_engine.cli.precondition import precondition
+from kfac_engine.cli.precondition import run_precondition
 from kfac_engine.data import demo_model
 from tests import models
 
@@ -163,7 +163,7 @@ def test_the_page_about_training_and_the_command_line_have_the_same_defaults():
     promised = {name: value for choices in DEFAULTS.values() for name, value in choices.items()}
     assert told == {name: promised[name] for name in told}
     assert {"damping", "ema_decay", "covariance_every", "refresh_every"} <= told.keys()
-    options = {option.name: option.default for option in precondition.params}
+    options = {option.name: option.default for option in run_precondition.params}
     for name, _, where in rows:
         if "--" in where:
             assert options[name] == promised[name]

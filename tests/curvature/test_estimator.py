@@ -5,7 +5,7 @@ import pytest
 
 import kfac_engine as ke
 from kfac_engine.backend.cpu.backend import NumpyBackend
-from kfac_engine.distributed.shards import Rows
+from kfac_engine.distributed.shards import RowRange
 from tests.two_layers import (
     EXACT,
     TARGETS,
@@ -141,7 +141,7 @@ def test_a_batch_in_towers_is_not_divided_over_ranks():
         collection.register_categorical_predictive_distribution(f"z{tower}", name="loss")
     estimator = estimator_of(collection)
     with pytest.raises(ke.UnsupportedError, match="in parts"):
-        estimator.rows = Rows(0, 2, 4)
+        estimator.rows = RowRange(0, 2, 4)
     assert estimator.rows is None
 
 

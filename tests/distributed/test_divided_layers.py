@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import kfac_engine as ke
-from kfac_engine.distributed.owners import FactorSize, LayerSize, Part, layer_owners
+from kfac_engine.distributed.owners import FactorSize, LayerSize, OwnedPart, layer_owners
 from kfac_engine.training.kfac_updates import natural_gradients
 from tests.distributed.known_models import square
 from tests.distributed.test_distributions import (
@@ -158,7 +158,7 @@ def test_rows_of_a_table_are_divided_into_parts_of_the_share_of_a_rank():
 
 
 def test_a_table_is_whole_if_it_has_at_most_the_share_of_a_rank():
-    assert layer_owners(*model_of(20, 2, 50), 4)["large"] == (Part(0, 0, 20),)
+    assert layer_owners(*model_of(20, 2, 50), 4)["large"] == (OwnedPart(0, 0, 20),)
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import kfac_engine as ke
-from kfac_engine.distributed.shards import Placement, Rows
+from kfac_engine.distributed.shards import Placement, RowRange
 from kfac_engine.engine.block_fisher import draw_placements
 from tests import models
 from tests.distributed.threads import run
@@ -138,7 +138,7 @@ def test_an_order_of_equal_examples_is_not_known_and_refused():
         sample_inputs={"input": np.ones((3, STEPS, WIDTH))},  # equal examples
     )
     assert draw_placements(engine._assembly) == {"loss_0": Placement(0, None)}
-    engine.estimator.rows = Rows(0, 2, 6)
+    engine.estimator.rows = RowRange(0, 2, 6)
     engine.estimator.statistics.placements = draw_placements(engine._assembly)
     with pytest.raises(ke.UnsupportedError, match="unknown order"):
         engine.observe({"input": np.ones((2, STEPS, WIDTH))})

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kfac_engine.curvature.estimation_modes import MODES
-from kfac_engine.distributed.shards import Placement, RowGenerator, Rows
+from kfac_engine.distributed.shards import Placement, RowGenerator, RowRange
 from kfac_engine.errors import InputError, ShapeError, UnsupportedError
 from kfac_engine.losses import RegisteredLoss
 from tests.losses.loss_cases import CASES, by_name
@@ -30,7 +30,7 @@ def shards(draw, least=0, most=9):
 
 
 def rows_of(counts):
-    return [Rows.of(counts, rank) for rank in range(len(counts))]
+    return [RowRange.of(counts, rank) for rank in range(len(counts))]
 
 
 def drawn_by_ranks(rngs, counts, kind, size):
@@ -124,7 +124,7 @@ def test_numbers_of_others_are_drawn_in_several_pieces(kind):
 
 
 def test_numbers_of_others_take_little_memory():
-    generator = RowGenerator(np.random.default_rng(0), Rows(1_000_000, 3, 3_000_000))
+    generator = RowGenerator(np.random.default_rng(0), RowRange(1_000_000, 3, 3_000_000))
     tracemalloc.start()
     try:
         generator.standard_normal((3, 1))
@@ -137,7 +137,7 @@ def test_numbers_of_others_take_little_memory():
 def test_numbers_of_others_are_skipped_without_a_draw(kind):
     """More numbers than a machine could draw."""
     rng = np.random.default_rng(0)
-    half = RowGenerator(rng, Rows(1 << 60, 3, 1 << 61))
+    half = RowGenerator(rng, RowRange(1 << 60, 3, 1 << 61))
     assert DRAWS[kind](half, (3, 1)).shape == (3, 1)
 
 
@@ -201,7 +201,7 @@ def test_rows_of_ranks_are_consecutive(counts, expected):
 @pytest.mark.parametrize("numbers", [(2, 3, 4), (-1, 1, 4), (0, 1.5, 4), (5, 0, 4)])
 def test_rows_outside_the_batch_are_refused(numbers):
     with pytest.raises(InputError):
-        Rows(*numbers)
+        RowRange(*numbers)
 
 
 @pytest.mark.parametrize(("count", "length"), [(4, 6), (4, 2), (0, 3)])
@@ -209,12 +209,12 @@ def test_a_draw_that_is_not_of_the_examples_is_refused(count, length):
     rng = np.random.default_rng(0)
     before = rng.bit_generator.state
     with pytest.raises(ShapeError, match=f"for {count} examples"):
-        RowGenerator(rng, Rows(1, count, 8)).random((length, 2))
+        RowGenerator(rng, RowRange(1, count, 8)).random((length, 2))
     assert rng.bit_generator.state == before
 
 
 def test_other_draws_are_refused_by_name():
-    rng = RowGenerator(np.random.default_rng(0), Rows(0, 1, 2))
+    rng = RowGenerator(np.random.default_rng(0), RowRange(0, 1, 2))
     with pytest.raises(UnsupportedError, match=r"rng\.poisson"):
         rng.poisson(3.0, (1, 2))
     assert not hasattr(rng, "no_method_of_a_generator")
@@ -222,7 +222,7 @@ def test_other_draws_are_refused_by_name():
 
 def test_the_state_of_the_process_can_be_saved_and_restored():
     inner = np.random.default_rng(0)
-    rng = RowGenerator(inner, Rows(1, 2, 4))
+    rng = RowGenerator(inner, RowRange(1, 2, 4))
     state = rng.bit_generator.state
     first = rng.random((2, 3))
     rng.bit_generator.state = state

@@ -3,13 +3,13 @@
 import pytest
 
 import kfac_engine as ke
-from kfac_engine.distributed.shards import Rows
+from kfac_engine.distributed.shards import RowRange
 from tests import models
 
 
 def test_a_failed_update_of_rows_restores_the_generator():
     engine = ke.Engine.from_onnx(models.mlp(), loss="categorical")
-    engine.estimator.rows = Rows(1, 3, 6)
+    engine.estimator.rows = RowRange(1, 3, 6)
     before = engine.estimator.rng.bit_generator.state
     with pytest.raises(ke.ShapeError, match="for 3 examples"):
         engine.observe(models.random_inputs(models.mlp(), batch=4))

@@ -11,7 +11,7 @@ import pytest
 import kfac_engine as ke
 from kfac_engine.html_report.charts import MOST_POINTS, MOST_RANGES
 from kfac_engine.html_report.page import page
-from kfac_engine.html_report.run_log import gathered
+from kfac_engine.html_report.run_log import log_of_lines
 from tests.html_report.page_reader import PageReader
 from tests.training import softmax_net as net
 
@@ -178,7 +178,7 @@ def test_hostile_names_stay_texts():
     settings = {HOSTILE: HOSTILE}
     description = {"model": HOSTILE, "layers": layers, "settings": settings, "versions": settings}
     text = page(
-        gathered(
+        log_of_lines(
             [{"run": description}, record(1, **{HOSTILE: 3.0}), record(2), {"spectra": spectra}]
         )
     )
@@ -207,7 +207,7 @@ def test_values_of_a_wrong_type_are_not_shown(content):
         {"parameters": 1, "shape": {}, "count": "x", "eigenvalues": [[1], 2, ["a", "b"]]},
     ]
     text = page(
-        gathered([{"run": content}, record(1, note="text", flag=None), {"spectra": spectra}])
+        log_of_lines([{"run": content}, record(1, note="text", flag=None), {"spectra": spectra}])
     )
     assert PageReader(text).terms["steps"] == "1"
 
@@ -242,11 +242,11 @@ def test_extreme_numbers_have_a_page(extreme):
         run = {"layers": [{"numbers": extreme, "bytes": extreme}], "factors": {"A": [extreme]}}
         logs.append([{"run": run}, {"step": 1}, {"spectra": [usual_spectrum | {name: entry}]}])
     for log in logs:
-        text = page(gathered(log))
+        text = page(log_of_lines(log))
         assert not re.search(r"\b(nan|inf)\b", text.split("</style>")[1])
     for steps in ([extreme], [1, extreme]):
         with suppress(ke.InputError):
-            page(gathered([{"step": step, **usual} for step in steps]))
+            page(log_of_lines([{"step": step, **usual} for step in steps]))
 
 
 def test_a_long_run_has_a_bounded_page_that_says_so():
@@ -257,7 +257,7 @@ def test_a_long_run_has_a_bounded_page_that_says_so():
         {"step": i + 1, "seconds": 0.1 * (i + 1), "loss": float(losses[i]), "seconds/update": 0.01}
         for i in range(steps)
     ]
-    text = page(gathered(records))
+    text = page(log_of_lines(records))
     read = PageReader(text)
     drawn = read.lines["Loss", "batch"]
     assert len(text) < 300_000
@@ -269,13 +269,13 @@ def test_a_long_run_has_a_bounded_page_that_says_so():
     np.testing.assert_allclose(drawn["value"], losses[places], rtol=DIGITS)
     assert len(read.lines["Time of a step by stage", "update"]["value"]) == MOST_RANGES
     assert f"at most {MOST_POINTS:,} points" in read.text
-    assert "at most" not in PageReader(page(gathered(records[:MOST_POINTS]))).text
+    assert "at most" not in PageReader(page(log_of_lines(records[:MOST_POINTS]))).text
 
 
 def test_averages_of_the_loss_are_means_of_the_steps_before():
     losses = np.random.default_rng(1).standard_normal(600) + 5
     records = [{"step": i + 1, "seconds": float(i), "loss": float(v)} for i, v in enumerate(losses)]
-    mean = PageReader(page(gathered(records))).lines["Loss", "mean of about 10 steps"]
+    mean = PageReader(page(log_of_lines(records))).lines["Loss", "mean of about 10 steps"]
     assert mean["step"] == list(range(10, 601, 10))
     np.testing.assert_allclose(mean["value"], losses.reshape(60, 10).mean(1))
 

@@ -5,7 +5,7 @@ import pytest
 
 import kfac_engine as ke
 from kfac_engine.html_report.page import page
-from kfac_engine.html_report.run_log import gathered
+from kfac_engine.html_report.run_log import log_of_lines
 from tests.html_report.page_reader import PageReader
 from tests.training import softmax_net as net
 
@@ -73,7 +73,7 @@ def record(step, **numbers):
 
 @pytest.mark.parametrize("wrong", [True, 3, "w", {"w": 1}, [3, None, ["w"]], [], None])
 def test_a_log_without_names_has_no_refreshes(wrong):
-    read = PageReader(page(gathered([record(1, refreshed=wrong), record(2)])))
+    read = PageReader(page(log_of_lines([record(1, refreshed=wrong), record(2)])))
     assert "Refreshes of the factors" not in read.tables
     assert ("Refreshes by factor", "factor") not in read.lines
 
@@ -87,6 +87,6 @@ def test_shapes_that_are_wrong_or_missing_divide_the_time_equally(factors):
         record(1, refreshed=["w", "<b>"], **{"seconds/inverses": 0.5}),
         record(2),
     ]
-    rows = PageReader(page(gathered(lines))).tables["Refreshes of the factors"][1:]
+    rows = PageReader(page(log_of_lines(lines))).tables["Refreshes of the factors"][1:]
     assert [row[1] for row in rows] == ["w", "<b>"]
     assert [row[5] for row in rows] == ["0.2500", "0.2500"]

@@ -7,7 +7,7 @@ import pytest
 
 import kfac_engine as ke
 from kfac_engine.html_report.charts import extremes
-from kfac_engine.html_report.run_log import gathered, read_log
+from kfac_engine.html_report.run_log import log_of_lines, read_log
 
 GOOD = {"step": 1, "seconds": 0.5, "loss": 2.0}
 
@@ -72,7 +72,7 @@ def test_a_missing_log_is_refused_and_no_page_is_written(tmp_path):
 @pytest.mark.parametrize("seconds", [[2.0, 1.0], [1.0, None], [0.0, "x"]])
 def test_seconds_that_do_not_increase_are_left_out_with_a_note(seconds):
     records = [{"step": i, "seconds": value} for i, value in enumerate(seconds)]
-    read = gathered(records)
+    read = log_of_lines(records)
     assert np.isnan(read.columns["seconds"]).all()
     assert any("steps only" in note for note in read.notes)
 

@@ -5,7 +5,7 @@ from math import isfinite
 
 import pytest
 
-from kfac_engine.html_report.charts import scale
+from kfac_engine.html_report.charts import axis_scale
 
 # Logs have numbers up to 1e150.
 LARGEST, LEAST = 1e150, 5e-324
@@ -26,7 +26,7 @@ def test_ticks_of_every_range_are_few_and_on_the_axis(log):
     cases = ranges(log)
     assert len(cases) > 100
     for low, high in cases:
-        place, ticks = scale(low, high, 0, 100, logarithmic=log)
+        place, ticks = axis_scale(low, high, 0, 100, logarithmic=log)
         where = f"{low} to {high}"
         assert len(ticks) <= 12, where
         assert all(a < b for a, b in pairwise(ticks)), where

@@ -7,7 +7,7 @@ import pytest
 
 import kfac_engine as ke
 from kfac_engine.curvature.schedule import GrowingPlanner
-from kfac_engine.distributed.shards import Rows
+from kfac_engine.distributed.shards import RowRange
 from kfac_engine.training import adaptive_lengths, average_span
 from kfac_engine.training.curvature_updates import rotating_part
 from tests.models import parsed
@@ -146,7 +146,7 @@ def test_parts_of_a_batch_visit_all_examples():
     for count, part in ((12, 0.25), (13, 0.25), (7, 0.3), (5, 1.0), (3, 0.01)):
         seen = set()
         for step in range(2 * count):
-            chosen = rotating_part(step, Rows(0, count, count), part)
+            chosen = rotating_part(step, RowRange(0, count, count), part)
             assert len(set(chosen.tolist())) == max(1, round(count * part))
             seen |= set(chosen.tolist())
         assert seen == set(range(count))
@@ -154,16 +154,18 @@ def test_parts_of_a_batch_visit_all_examples():
 
 def test_part_of_a_small_batch_has_the_least_number_of_examples():
     for count, size in ((1, 1), (2, 2), (4, 2), (5, 2), (16, 4)):
-        seen = [rotating_part(step, Rows(0, count, count), 0.25, least=2) for step in range(count)]
+        seen = [
+            rotating_part(step, RowRange(0, count, count), 0.25, least=2) for step in range(count)
+        ]
         assert {len(chosen) for chosen in seen} == {size}
         assert {example for chosen in seen for example in chosen.tolist()} == set(range(count))
 
 
 def test_shards_have_their_share_of_the_part_of_a_batch():
     sizes = (7, 1, 12, 13)
-    shards = [Rows.of(sizes, rank) for rank in range(len(sizes))]
+    shards = [RowRange.of(sizes, rank) for rank in range(len(sizes))]
     for step, part in product(range(40), (0.25, 0.3, 0.8)):
-        whole = rotating_part(step, Rows(0, 33, 33), part)
+        whole = rotating_part(step, RowRange(0, 33, 33), part)
         parts = [rows.start + rotating_part(step, rows, part) for rows in shards]
         np.testing.assert_array_equal(np.concatenate(parts), whole)
         assert all(abs(len(p) - n * part) < 1.5 for p, n in zip(parts, sizes, strict=True))
@@ -405,7 +407,7 @@ def test_a_run_that_starts_at_a_solution_stays_there(loss):
 
 @pytest.mark.parametrize("seed", range(10))
 def test_the_first_update_of_a_weight_points_downhill(seed):
-    """Rows of the natural gradient of weights and biases together need not."""
+    """RowRange of the natural gradient of weights and biases together need not."""
     engine = net.engine(seed=seed)
     x, y = net.batch(seed)
     before, gradients = engine.parameters, engine.gradients({"x": x}, y).gradients

@@ -33,7 +33,7 @@ _FACTORS = 16
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Group:
+class ParameterGroup:
     """Parameters with one prior precision."""
 
     parameters: tuple[str, ...]  # their names
@@ -59,14 +59,14 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Evidence:
+class MarginalLikelihood:
     """The evidence as a function of prior and noise."""
 
     likelihood: Likelihood  # the likelihood at the parameters
-    groups: tuple[Group, ...]  # all parameters, divided into groups
+    groups: tuple[ParameterGroup, ...]  # all parameters, divided into groups
 
     @classmethod
-    def of(cls, curvature: Curvature, likelihood: Likelihood, prior: Prior) -> "Evidence":
+    def of(cls, curvature: Curvature, likelihood: Likelihood, prior: Prior) -> "MarginalLikelihood":
         """Return the evidence of a curvature.
 
         A prior that is a number has one group, a mapping has a group for each block.
@@ -86,7 +86,9 @@ class Evidence:
         for group in members.values():
             names = tuple(dict.fromkeys(name for _, part in group for name in part.parameters))
             rows = [block.spectrum.eigenvalues[:, part.rows].ravel() for block, part in group]
-            groups.append(Group(names, np.concatenate(rows), sum(squares[n] for n in names)))
+            groups.append(
+                ParameterGroup(names, np.concatenate(rows), sum(squares[n] for n in names))
+            )
         return cls(likelihood, tuple(groups))
 
     def value(self, prior: Prior, noise: float) -> float:
@@ -174,7 +176,7 @@ def _sum_of_log1p(values: Float) -> float:
     return total if isfinite(total) else float(np.log1p(values).sum())
 
 
-def precision_of(group: Group, prior: Prior) -> float:
+def precision_of(group: ParameterGroup, prior: Prior) -> float:
     """Return the prior precision of a group."""
     return prior[group.parameters[0]] if isinstance(prior, Mapping) else prior
 

@@ -9,7 +9,7 @@ import numpy as np
 from kfac_engine._types import Array
 from kfac_engine.analysis.fisher_matrix.blocks import Float
 from kfac_engine.analysis.fisher_matrix.curvature import Curvature
-from kfac_engine.analysis.laplace.predictive import LINKS, Link, Logits
+from kfac_engine.analysis.laplace.predictive import LINKS, Link, LogitPrediction
 from kfac_engine.engine.memory import require_gradient
 from kfac_engine.errors import InputError, UnsupportedError
 from kfac_engine.losses.base import LossFunction
@@ -142,7 +142,7 @@ class Outputs:
         if not (exclusive or isinstance(self.loss, MultiBernoulliNegativeLogProbLoss)):
             return None
         k = mean.shape[-1] if mean.ndim > 1 else 1
-        logits = Logits(mean.reshape(-1, k), _of_positions(variance, k), exclusive)
+        logits = LogitPrediction(mean.reshape(-1, k), _of_positions(variance, k), exclusive)
         return link(logits, samples, rng).reshape(mean.shape)
 
     def observed(self, inputs: Mapping[str, Array], targets: Targets) -> tuple[Array, Array | None]:

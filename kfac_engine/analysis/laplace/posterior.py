@@ -10,7 +10,7 @@ import numpy as np
 from kfac_engine._types import Array, Params
 from kfac_engine.analysis.fisher_matrix.blocks import Block, Float, checked_damping
 from kfac_engine.analysis.fisher_matrix.curvature import Curvature, checked_curvature
-from kfac_engine.analysis.laplace.evidence import Evidence, Prior, checked_positive
+from kfac_engine.analysis.laplace.evidence import MarginalLikelihood, Prior, checked_positive
 from kfac_engine.analysis.laplace.export import export_variance
 from kfac_engine.analysis.laplace.likelihood import Likelihood, Outputs
 from kfac_engine.analysis.laplace.predictive import LINKS, Linearization, Predictive
@@ -65,7 +65,7 @@ class Laplace:
         self._likelihood = Likelihood.of(curvature, self.temperature)
         self.prior_precision = self._checked_prior(prior_precision)
         self.noise = self._checked_noise(noise)
-        self._evidences: dict[bool, Evidence] = {}
+        self._evidences: dict[bool, MarginalLikelihood] = {}
 
     def __repr__(self) -> str:
         """Return the prior, and the noise of a normal loss."""
@@ -277,11 +277,13 @@ class Laplace:
     def _powers(self, prior: Prior) -> dict[int, Float]:
         return {id(block): 1 / self._precisions(block, prior) for block in self.curvature.blocks}
 
-    def _evidence(self, prior: Prior) -> Evidence:
+    def _evidence(self, prior: Prior) -> MarginalLikelihood:
         """Return the evidence for a prior with one number, or with one for each parameter."""
         several = isinstance(prior, Mapping)
         if several not in self._evidences:
-            self._evidences[several] = Evidence.of(self.curvature, self._likelihood, prior)
+            self._evidences[several] = MarginalLikelihood.of(
+                self.curvature, self._likelihood, prior
+            )
         return self._evidences[several]
 
     def _checked_prior(self, prior: Any) -> Prior:

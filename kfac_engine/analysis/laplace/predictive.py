@@ -32,7 +32,7 @@ from kfac_engine.system import memory_limits
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Logits:
+class LogitPrediction:
     """Normal distributions of logits."""
 
     mean: Float  # ``(n, k)``
@@ -52,15 +52,15 @@ class Logits:
 
 
 # Logits, number of samples and generator to probabilities (n, k).
-Link = Callable[[Logits, int, np.random.Generator], Float]
+Link = Callable[[LogitPrediction, int, np.random.Generator], Float]
 
 
-def _probit(logits: Logits, *_: object) -> Float:
+def _probit(logits: LogitPrediction, *_: object) -> Float:
     """Return ``softmax(μ / √(1 + π/8 diag Σ))`` (MacKay 1992; Gibbs 1997)."""
     return logits.probabilities(logits.mean / np.sqrt(1 + np.pi / 8 * logits.variances))
 
 
-def _monte_carlo(logits: Logits, samples: int, generator: np.random.Generator) -> Float:
+def _monte_carlo(logits: LogitPrediction, samples: int, generator: np.random.Generator) -> Float:
     """Return the mean of the probabilities of samples."""
     values, vectors = np.linalg.eigh(logits.covariance)
     root = vectors * np.sqrt(values.clip(min=0.0))[:, None]
@@ -71,15 +71,15 @@ def _monte_carlo(logits: Logits, samples: int, generator: np.random.Generator) -
     return total / samples
 
 
-def _bridge(logits: Logits, *_: object) -> Float:
+def _bridge(logits: LogitPrediction, *_: object) -> Float:
     return _dirichlet_mean(logits, normalized=False)
 
 
-def _bridge_norm(logits: Logits, *_: object) -> Float:
+def _bridge_norm(logits: LogitPrediction, *_: object) -> Float:
     return _dirichlet_mean(logits, normalized=True)
 
 
-def _dirichlet_mean(logits: Logits, *, normalized: bool) -> Float:
+def _dirichlet_mean(logits: LogitPrediction, *, normalized: bool) -> Float:
     """Return the mean of the Dirichlet distribution of the Laplace bridge, ``(n, k)``.
 
     The logits are conditioned on ``Σ_i z_i = 0``. With ``normalized``, mean and variances are

@@ -16,7 +16,7 @@ import numpy as np
 from kfac_engine.autodiff.canonicalize.weights import (
     merge_rearrangements,
     move_scales_to_data,
-    rearranged,
+    rearranged_weight,
 )
 from kfac_engine.autodiff.lowering.builder import LoweringBuilder
 from kfac_engine.autodiff.rules.attributes import integer, number, text
@@ -130,7 +130,7 @@ def plain_products(graph: Graph, facts: Mapping[str, Fact], parameters: Set[str]
     """
     graph = merge_rearrangements(graph, parameters)
     graph, facts = move_scales_to_data(graph, facts, parameters)
-    weights, data = rearranged(graph, parameters), of_data(graph)
+    weights, data = rearranged_weight(graph, parameters), of_data(graph)
     written: dict[str, Sequence[Node]] = {}
     constants = dict(graph.constants)
     for node in graph.nodes:

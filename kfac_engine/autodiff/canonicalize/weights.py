@@ -23,7 +23,7 @@ _PRODUCTS: Mapping[str, Mapping[int, int]] = {
 SCALINGS = frozenset({"Mul", "Div"})
 
 
-def rearranged(graph: Graph, parameters: Iterable[str]) -> frozenset[str]:
+def rearranged_weight(graph: Graph, parameters: Iterable[str]) -> frozenset[str]:
     """Return the parameters and the values that rearrange their entries."""
     values = set(parameters)
     for node in graph.nodes:
@@ -47,7 +47,7 @@ def merge_rearrangements(graph: Graph, parameters: Iterable[str]) -> Graph:
     The readers of an ``Identity`` of a weight read the weight instead. The result is ``graph``
     itself if nothing changes.
     """
-    weights = rearranged(graph, parameters)
+    weights = rearranged_weight(graph, parameters)
     captured = {name for node in graph.nodes for name in node.captures}
     fixed = captured.union(graph.outputs)
     names: dict[str, str] = {}
@@ -84,7 +84,7 @@ def move_scales_to_data(
 
     The results are the arguments themselves if no weight is scaled.
     """
-    weights, data = rearranged(graph, parameters), of_data(graph)
+    weights, data = rearranged_weight(graph, parameters), of_data(graph)
     names: dict[str, str] = {}  # scaled value to the value without its scale
     factors: dict[str, list[_Factor]] = {}  # by the name of the product
     for node in graph.nodes:
@@ -186,7 +186,7 @@ def fold_weight_operands(graph: Graph, parameters: Set[str]) -> Graph:
 
     The result is ``graph`` itself if all such operands are constants.
     """
-    weights = rearranged(graph, parameters)
+    weights = rearranged_weight(graph, parameters)
     known = _computed_from_constants(graph, parameters)
     wanted = {
         name

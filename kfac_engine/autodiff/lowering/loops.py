@@ -15,7 +15,7 @@ from kfac_engine.autodiff.lowering import lowering
 from kfac_engine.autodiff.lowering.builder import MOST_STEPS, LoweringBuilder, split_steps, stacked
 from kfac_engine.autodiff.lowering.known import KnownValues, Origin, gated, gated_reads
 from kfac_engine.autodiff.rules.attributes import integer, integers
-from kfac_engine.graph.passes.bodies import Body, body_of, renamed
+from kfac_engine.graph.passes.bodies import Body, body_of, with_new_names
 from kfac_engine.graph.structure import Input, Node
 from kfac_engine.graph.write import compact_model
 from kfac_engine.sessions.session import Session
@@ -112,7 +112,7 @@ def if_(b: LoweringBuilder, node: Node) -> None:
         raise b.refuse(node, f"its branch is not fixed, as {why}")
     body = body_of(node, "then_branch" if condition.all() else "else_branch", b.graph.opset)
     reads = gated_reads(b, node, known)
-    results = write_body(b, body, reads | constants_of(b, body))
+    results = write_body(b, body, reads | loop_constants(b, body))
     for value, result in zip(results, node.outputs, strict=True):
         if result:
             gated(b, node, value, known, result)
@@ -125,7 +125,7 @@ def loop(b: LoweringBuilder, node: Node) -> None:
     known = KnownValues(b)
     count = trip_count(b, node, body, known)
     known.zeros(node)
-    outer = gated_reads(b, node, known) | constants_of(b, body)
+    outer = gated_reads(b, node, known) | loop_constants(b, body)
     states, carried = [outer.get(name, name) for name in node.inputs[2:]], len(node.inputs) - 2
     outer[body.inputs[1]] = b.constant(np.asarray(True))
     rows: list[Sequence[str]] = []
@@ -159,7 +159,7 @@ def scan(b: LoweringBuilder, node: Node) -> None:
         split_steps(b, node, value, axis % len(b.facts[value].shape))[::sign]
         for value, axis, sign in zip(sequences, axes, signs, strict=True)
     ]
-    outer = constants_of(b, body)
+    outer = loop_constants(b, body)
     rows: list[Sequence[str]] = []
     for row in zip(*slices, strict=True):
         outer |= zip(body.inputs, (*states, *row), strict=True)
@@ -190,7 +190,7 @@ def _signs(node: Node, name: str, count: int) -> list[int]:
 # -- bodies, whose nodes are written to the outer graph --------------------------------------------
 
 
-def constants_of(b: LoweringBuilder, body: Body) -> dict[str, str]:
+def loop_constants(b: LoweringBuilder, body: Body) -> dict[str, str]:
     """Add the constants of a body to the graph; return a map from old to new names."""
     return {name: b.constant(array) for name, array in body.graph.constants.items()}
 
@@ -208,5 +208,5 @@ def write_body(b: LoweringBuilder, body: Body, outer: Mapping[str, str]) -> tupl
             continue
         results = b.multi(node.op, node.inputs, ("",) * len(node.outputs))
         names.update((old, new) for old, new in zip(node.outputs, results, strict=True) if old)
-        b.nodes[-1] = replace(renamed(node, names), name=b.nodes[-1].name)
+        b.nodes[-1] = replace(with_new_names(node, names), name=b.nodes[-1].name)
     return tuple(names.get(name, name) for name in body.graph.outputs)

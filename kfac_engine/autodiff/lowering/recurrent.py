@@ -116,7 +116,7 @@ State: TypeAlias = tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Weights:
+class RecurrentWeights:
     """The weights of one direction."""
 
     W: str  # weights of the input, ``(gates·h, d)``
@@ -163,15 +163,15 @@ def product(b: LoweringBuilder, x: str, weight: str, bias: str) -> str:
 
 # -- cells -----------------------------------------------------------------------------------------
 
-Cell: TypeAlias = Callable[[Kit, Weights, str, State], State]
+Cell: TypeAlias = Callable[[Kit, RecurrentWeights, str, State], State]
 
 
-def rnn(kit: Kit, weights: Weights, x: str, state: State) -> State:
+def rnn(kit: Kit, weights: RecurrentWeights, x: str, state: State) -> State:
     """Write ``h' = f(x Wᵀ + h Rᵀ + b)``."""
     return (kit.bounded(0, _sum_of_products(kit, weights, x, state[0])),)
 
 
-def lstm(kit: Kit, weights: Weights, x: str, state: State) -> State:
+def lstm(kit: Kit, weights: RecurrentWeights, x: str, state: State) -> State:
     """Write a step of long short-term memory; the state is ``(h, c)``."""
     h, c = state
     b = kit.b
@@ -191,7 +191,7 @@ def lstm(kit: Kit, weights: Weights, x: str, state: State) -> State:
     return b.op("Mul", o, kit.activations[2](c)), c
 
 
-def gru(kit: Kit, weights: Weights, x: str, state: State) -> State:
+def gru(kit: Kit, weights: RecurrentWeights, x: str, state: State) -> State:
     """Write a step of a gated recurrent unit: ``h' = (1 − z) g(…) + z h``."""
     h, b = state[0], kit.b
     from_x = product(b, x, weights.W, weights.bias_w)
@@ -208,7 +208,7 @@ def gru(kit: Kit, weights: Weights, x: str, state: State) -> State:
     return (b.op("Add", new, b.op("Mul", z, h)),)
 
 
-def _sum_of_products(kit: Kit, weights: Weights, x: str, h: str) -> str:
+def _sum_of_products(kit: Kit, weights: RecurrentWeights, x: str, h: str) -> str:
     from_x = product(kit.b, x, weights.W, weights.bias_w)
     return kit.b.op("Add", from_x, product(kit.b, h, weights.R[0], weights.bias_r[0]))
 
@@ -279,16 +279,16 @@ class _Unrolled:
 
     # -- operands of a step ----------------------------------------------------------------------
 
-    def _weights(self) -> list[Weights]:
+    def _weights(self) -> list[RecurrentWeights]:
         roles = (self._per_direction(role) for role in ("W", "R", "B", "P"))
         return [self._weights_of(*operands) for operands in zip(*roles, strict=True)]
 
-    def _weights_of(self, W: str, R: str, B: str, P: str) -> Weights:
+    def _weights_of(self, W: str, R: str, B: str, P: str) -> RecurrentWeights:
         gates = self._kind.gates
         bias_w, bias_r = self._cut(B, gates, gates)
         resets = self._node.op == "GRU" and not integer(self._node, "linear_before_reset", 0)
         blocks = (2, 1) if resets else (gates,)
-        return Weights(W, self._cut(R, *blocks), bias_w, self._cut(bias_r, *blocks),
+        return RecurrentWeights(W, self._cut(R, *blocks), bias_w, self._cut(bias_r, *blocks),
                        self._cut(P, 1, 1, 1))  # fmt: skip
 
     def _initial_states(self) -> list[State]:

@@ -8,7 +8,7 @@ import numpy as np
 from kfac_engine.autodiff.lowering import lowering
 from kfac_engine.autodiff.lowering.builder import LoweringBuilder, check_steps, label_last, stacked
 from kfac_engine.autodiff.lowering.known import KnownValues, gated
-from kfac_engine.autodiff.lowering.loops import constants_of, write_body
+from kfac_engine.autodiff.lowering.loops import loop_constants, write_body
 from kfac_engine.autodiff.rules.attributes import integer
 from kfac_engine.graph.passes.bodies import body_of
 from kfac_engine.graph.structure import Node
@@ -165,7 +165,7 @@ def sequence_map(b: LoweringBuilder, node: Node) -> None:
     ]
     if known.checks:
         raise b.refuse(node, "the tensors of its sequences depend on sizes")
-    inner = constants_of(b, body)
+    inner = loop_constants(b, body)
     rows = [
         write_body(b, body, {**inner, **dict(zip(body.inputs, row, strict=True))})
         for row in zip(*columns, strict=True)

@@ -23,14 +23,14 @@ _Y, _X = 6, 8
 _LARGEST = 2**31 - 1  # largest size or stride in the 32-bit integers of BLAS
 
 
-class Layout(NamedTuple):
+class MatrixLayout(NamedTuple):
     """Memory layout of a matrix that BLAS can read."""
 
     row_major: bool  # whether elements of a row are adjacent; otherwise elements of a column are
     leading: int  # number of elements from one row (or column) to the next
 
 
-def layout(x: Array) -> Layout | None:
+def layout(x: Array) -> MatrixLayout | None:
     """Return the layout of a matrix ``(m, k)``, or None if BLAS cannot read it without a copy.
 
     One axis must have unit stride, and the other a positive stride of whole elements.
@@ -44,7 +44,7 @@ def layout(x: Array) -> Layout | None:
             least = shape[inner] or 1
             leading = strides[outer] // size if shape[outer] > 1 else least
             if leading >= least and (shape[outer] <= 1 or not strides[outer] % size):
-                return Layout(inner == 1, leading)
+                return MatrixLayout(inner == 1, leading)
     return None
 
 
@@ -153,7 +153,7 @@ def trmm(lower: Array, out: Array, *, right: bool, transposed: bool, alpha: floa
     )
 
 
-def _read(x: Array, out: Array) -> Layout:
+def _read(x: Array, out: Array) -> MatrixLayout:
     """Return the layout of an operand, which must have the type of ``out``."""
     assert x.ndim == 2, f"an operand of shape {x.shape} is not a matrix"
     assert x.dtype == out.dtype, f"{x.dtype} and {out.dtype} differ"

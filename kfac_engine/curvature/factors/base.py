@@ -31,7 +31,7 @@ from kfac_engine.curvature.factors.refresh import (
     begin_requests,
 )
 from kfac_engine.curvature.factors.statistics import Count, Sizes, Statistic
-from kfac_engine.distributed.shards import Rows
+from kfac_engine.distributed.shards import RowRange
 from kfac_engine.errors import (
     InputError,
     NonFiniteError,
@@ -334,7 +334,7 @@ class FisherFactor(ABC):
         """Prepare the first measurement, of a batch with all its sources. Default: do nothing."""
         del values
 
-    def set_rows(self, rows: Rows | None) -> None:
+    def set_rows(self, rows: RowRange | None) -> None:
         """Set the rows of the batch that this process measures; None for all. Default: nothing."""
         del rows
 

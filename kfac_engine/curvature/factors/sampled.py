@@ -13,7 +13,7 @@ from kfac_engine.backend.protocol import Backend
 from kfac_engine.curvature.config import CollectionConfig
 from kfac_engine.curvature.factors.dense import DenseSquareMatrixFactor
 from kfac_engine.curvature.factors.statistics import KroneckerMoment, at_least, scale
-from kfac_engine.distributed.shards import Rows
+from kfac_engine.distributed.shards import RowRange
 from kfac_engine.errors import ShapeError
 from kfac_engine.layers.layer_forms import EVERYTHING, Sampling
 
@@ -34,7 +34,7 @@ class _Draw:
         """Number of rows that are read."""
         return self.length * self.positions if self.rows is None else len(self.rows)
 
-    def part(self, shard: Rows, batch: int, uses: int) -> "_Draw":
+    def part(self, shard: RowRange, batch: int, uses: int) -> "_Draw":
         """Return the part of the draw that lies in the images of a shard.
 
         ``batch`` is the number of images in the whole batch. The tensor has ``uses`` uses, one
@@ -66,7 +66,7 @@ class SampledMoment(KroneckerMoment):
     # The rows of the batch that the tensors have; None for all. Draws are from the whole batch, and
     # the draws among the rows are measured. The mean over all ranks, weighted by their examples, is
     # the measurement of the whole batch.
-    rows: Rows | None = field(default=None, compare=False, repr=False)
+    rows: RowRange | None = field(default=None, compare=False, repr=False)
 
     def batch_size(self, values: Values) -> int:
         examples = KroneckerMoment.batch_size(self, values)
@@ -85,7 +85,7 @@ class SampledMoment(KroneckerMoment):
             return
         scale(out, beta)
         rng = np.random.default_rng(self.seed)
-        shard = self.rows or Rows(0, 1, 1)
+        shard = self.rows or RowRange(0, 1, 1)
         for parts, uses in self._parts:
             arrays = self._arrays(uses, values, backend)
             # Images of the whole batch in each tensor.
@@ -160,7 +160,7 @@ class SampledFactor(DenseSquareMatrixFactor):
         self._moment = statistic
         self._continue_from(0)
 
-    def set_rows(self, rows: Rows | None) -> None:
+    def set_rows(self, rows: RowRange | None) -> None:
         self._moment = replace(self._moment, rows=rows)
         self._continue_from(self._batches)
 

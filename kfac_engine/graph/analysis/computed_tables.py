@@ -76,7 +76,7 @@ def is_mask(array: Array) -> bool:
     return several and _is_binary(array) and bool(array.any()) and not bool(array.all())
 
 
-def is_count(array: Array) -> bool:
+def holds_count(array: Array) -> bool:
     """Return whether an array consists of positive integers that are not all one."""
     return bool((array >= 1).all() and (array == np.round(array)).all() and (array > 1).any())
 

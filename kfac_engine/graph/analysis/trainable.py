@@ -15,7 +15,7 @@ import numpy as np
 
 from kfac_engine._types import Array
 from kfac_engine.errors import ModelError, NonFiniteError, UnknownNameError, suggestion
-from kfac_engine.graph.analysis.computed_tables import is_count, is_mask
+from kfac_engine.graph.analysis.computed_tables import holds_count, is_mask
 from kfac_engine.graph.analysis.exporter_changes import is_computed
 from kfac_engine.graph.node_builder import FLOAT_CODES
 from kfac_engine.graph.passes.bodies import Body, body_of
@@ -330,7 +330,7 @@ def _setting(graph: Graph, array: Array, node: Node, index: int, *, learned: boo
         return None
     if array.size == 1 and not (array.ndim and node.op == "Add" and _follows_layer(graph, node)):
         return f"a single number in arithmetic {where}"
-    if node.op == "Div" and index == 1 and is_count(array):
+    if node.op == "Div" and index == 1 and holds_count(array):
         return f"a count {where}"
     if is_mask(array) or (node.op in {"Add", "Where"} and (_distinct(array) < _MASKED).any()):
         return f"a mask {where}"

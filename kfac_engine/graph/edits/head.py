@@ -26,7 +26,7 @@ from kfac_engine.errors import (
 from kfac_engine.graph.edits.model import EditedModel, attribute, operand, operator
 from kfac_engine.graph.edits.products import Product, products
 from kfac_engine.graph.load import ModelSource
-from kfac_engine.graph.passes.order import describe
+from kfac_engine.graph.passes.order import label_of
 from kfac_engine.graph.structure import Input
 from kfac_engine.graph.tensors import FLOATS
 from kfac_engine.graph.write import ModelProto
@@ -274,7 +274,7 @@ def _follow(
     unfit = [node for node in after if not _fits(edited, node, changed, sizes)]
     if unfit and at is None:
         raise UnsupportedError(
-            f"after the head, the {describe(unfit[0])} needs its old number of outputs, "
+            f"after the head, the {label_of(unfit[0])} needs its old number of outputs, "
             f"{sizes.old}; name the value that the head reads with at=…, so that what follows the "
             f"head is removed."
         )

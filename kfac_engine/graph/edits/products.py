@@ -13,7 +13,7 @@ import onnx
 
 from kfac_engine._types import DType
 from kfac_engine.graph.edits.model import EditedModel, attribute, operand, operator
-from kfac_engine.graph.passes.order import describe
+from kfac_engine.graph.passes.order import label_of
 from kfac_engine.graph.tensors import FLOATS, element_type
 
 # Activations that may be fused with a product, with the names of their numbers.
@@ -89,7 +89,7 @@ class Product:
     def description(self) -> str:
         """What messages call it: its node, weight and sides."""
         inputs, outputs = self.sides
-        return f"the {describe(self.node)} ('{self.weight.name}', {inputs} × {outputs})"
+        return f"the {label_of(self.node)} ('{self.weight.name}', {inputs} × {outputs})"
 
 
 def products(model: EditedModel) -> Iterator[Product]:
@@ -112,7 +112,7 @@ def weight_of(model: EditedModel, value: str) -> Weight | None:
         if node is None or kind.removeprefix("com.microsoft::") not in _VIEWS:
             return None
         if kind == "Cast":
-            dtype = dtype or element_type(int(attribute(node, "to", 1)), describe(node))
+            dtype = dtype or element_type(int(attribute(node, "to", 1)), label_of(node))
         elif kind == "Transpose":
             flips.append(_permutation(node))
         elif "Dequantize" in kind:

@@ -12,7 +12,7 @@ from kfac_engine._types import Array
 from kfac_engine.errors import ModelError
 from kfac_engine.graph.nodes import canonical_nodes
 from kfac_engine.graph.passes.constants import constant_value, lift_constants
-from kfac_engine.graph.passes.order import all_nodes, captures, claim, describe, taken_names
+from kfac_engine.graph.passes.order import all_nodes, captures, claim, label_of, taken_names
 from kfac_engine.graph.structure import Graph, Node, Subgraph
 from kfac_engine.graph.tensors import FLOATS, to_array
 
@@ -69,12 +69,12 @@ def refuse_unfit_bodies(node: onnx.NodeProto) -> None:
         counts = len(entry.g.input), len(entry.g.output)
         if counts[0] != wanted[0] or counts[1] < wanted[1]:
             raise ModelError(
-                f"the {describe(node)} has a {entry.name} of {counts[0]} operands and {counts[1]} "
+                f"the {label_of(node)} has a {entry.name} of {counts[0]} operands and {counts[1]} "
                 f"results, but {wanted[0]} and {wanted[1]} are needed."
             )
     scanned = next((e.i for e in node.attribute if e.name == "num_scan_inputs"), 1)
     if node.op_type == "Scan" and not 0 < scanned <= operands:
-        raise ModelError(f"the {describe(node)} scans {scanned} of its {operands} operands.")
+        raise ModelError(f"the {label_of(node)} scans {scanned} of its {operands} operands.")
 
 
 def operators_inside(node: Node) -> frozenset[str]:
@@ -87,7 +87,7 @@ def operators_inside(node: Node) -> frozenset[str]:
     )
 
 
-def renamed(node: Node, names: Mapping[str, str]) -> Node:
+def with_new_names(node: Node, names: Mapping[str, str]) -> Node:
     """Return ``node`` with new names of operands, results and values that its bodies read."""
     return replace(
         node,
@@ -227,7 +227,7 @@ def _selected_branch(
     branch.CopyFrom(next(entry.g for entry in node.attribute if entry.name == wanted))
     if len(branch.output) != len(node.output):
         raise ModelError(
-            f"the {describe(node)} has {len(node.output)} results, but its {wanted} has "
+            f"the {label_of(node)} has {len(node.output)} results, but its {wanted} has "
             f"{len(branch.output)}."
         )
     return branch

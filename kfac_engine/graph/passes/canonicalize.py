@@ -14,7 +14,7 @@ from kfac_engine.errors import ModelError, UnsupportedError
 from kfac_engine.graph.failures import model_errors
 from kfac_engine.graph.passes.bodies import refuse_unfit_bodies
 from kfac_engine.graph.passes.expansions import check_functions
-from kfac_engine.graph.passes.order import all_nodes, claim, describe, taken_names
+from kfac_engine.graph.passes.order import all_nodes, claim, label_of, taken_names
 from kfac_engine.graph.tensors import to_array
 
 # Derivative rules are written for operator set 18 and newer sets.
@@ -145,7 +145,7 @@ def _refuse_missing_operands(node: onnx.NodeProto, version: int) -> None:
         kind = formal[min(index, len(formal) - 1)].option
         if kind != defs.OpSchema.FormalParameterOption.Optional:
             raise ModelError(
-                f"operand {index} of the {describe(node)} has no name, but it is required."
+                f"operand {index} of the {label_of(node)} has no name, but it is required."
             )
 
 
@@ -213,7 +213,7 @@ def _align(model: onnx.ModelProto) -> None:
             first, second = (ranks.get(name) for name in node.input)
             if not first or second is None:
                 raise UnsupportedError(
-                    f"the {describe(node)} broadcasts from an axis, with operands of unknown "
+                    f"the {label_of(node)} broadcasts from an axis, with operands of unknown "
                     f"shapes; export the model with operator set {OLDEST_OPSET} or newer."
                 )
             node.attribute.remove(axis)
@@ -233,7 +233,7 @@ def _refuse_misread(model: onnx.ModelProto, version: int) -> None:
         since, affects = _MISREAD.get(node.op_type, (0, None))
         if version < since and affects and affects(node, known):
             raise UnsupportedError(
-                f"the {describe(node)} of operator set {version} has no exact counterpart in newer "
+                f"the {label_of(node)} of operator set {version} has no exact counterpart in newer "
                 f"sets; export the model with operator set {OLDEST_OPSET} or newer."
             )
 

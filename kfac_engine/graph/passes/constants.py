@@ -18,7 +18,7 @@ from kfac_engine._types import Array
 from kfac_engine.errors import UnsupportedError
 from kfac_engine.graph.analysis.declared_constants import merged_buffers
 from kfac_engine.graph.analysis.exporter_changes import module_path
-from kfac_engine.graph.passes.order import claim, describe, reads
+from kfac_engine.graph.passes.order import claim, label_of, reads
 from kfac_engine.graph.tensors import densified, element_type, filled, to_array
 
 # Readers of the value of a Constant node, by the name of its attribute.
@@ -68,12 +68,12 @@ def constant_value(node: onnx.NodeProto, constants: Mapping[str, Array]) -> Arra
     form = next(iter(node.attribute), None)
     if node.op_type == "ConstantOfShape" and node.input and node.input[0] in constants:
         value = to_array(form.t) if form else None
-        return filled(constants[node.input[0]], value, f"the result of the {describe(node)}")
+        return filled(constants[node.input[0]], value, f"the result of the {label_of(node)}")
     if node.op_type != "Constant" or form is None:
         return None
     if form.name not in _FORMS:
         raise UnsupportedError(
-            f"the {describe(node)} contains no dense tensor, so it cannot be used."
+            f"the {label_of(node)} contains no dense tensor, so it cannot be used."
         )
     return _FORMS[form.name](form)
 
@@ -284,6 +284,6 @@ def _passed_on(value: Array, chain: Iterable[onnx.NodeProto]) -> Array:
     for node in chain:
         code = next((entry.i for entry in node.attribute if entry.name == "to"), None)
         if code is not None:
-            value = value.astype(element_type(code, f"the result of the {describe(node)}"))
+            value = value.astype(element_type(code, f"the result of the {label_of(node)}"))
     value.flags.writeable = False
     return value

@@ -17,7 +17,7 @@ import onnx
 from kfac_engine._types import Array
 from kfac_engine.errors import ModelError
 from kfac_engine.graph.passes.constants import constant_value
-from kfac_engine.graph.passes.order import all_nodes, describe
+from kfac_engine.graph.passes.order import all_nodes, label_of
 from kfac_engine.graph.tensors import MOST_ENTRIES, to_array
 
 # Largest number of nodes of a model after its functions are inlined.
@@ -81,13 +81,13 @@ def _check_nodes(
         count = _ENTRIES[node.op_type](known) if node.op_type in _ENTRIES and not node.domain else 0
         if count > MOST_ENTRIES:
             raise ModelError(
-                f"the {describe(node)} computes {count:.3g} entries, {4 * count / 1e9:.3g} GB in "
+                f"the {label_of(node)} computes {count:.3g} entries, {4 * count / 1e9:.3g} GB in "
                 f"float32; the limit is {MOST_ENTRIES}."
             )
         inside = trips * (_trips(node, constants) if _is_loop(node) else 1)
         if inside > MOST_TRIPS:
             raise ModelError(
-                f"the body of the {describe(node)} runs {inside:.3g} times; the limit is "
+                f"the body of the {label_of(node)} runs {inside:.3g} times; the limit is "
                 f"{MOST_TRIPS} iterations."
             )
         for attribute in node.attribute:

@@ -9,7 +9,7 @@ from kfac_engine.errors import ModelError
 from kfac_engine.graph.definitions import DOMAIN, as_call, is_defined, schema_of
 from kfac_engine.graph.failures import model_errors
 from kfac_engine.graph.passes.canonicalize import NEWEST_OPSET, opset
-from kfac_engine.graph.passes.order import describe
+from kfac_engine.graph.passes.order import label_of
 
 # First version of an operator that has no kernel in ONNX Runtime 1.31.
 _WITHOUT_KERNEL: Mapping[tuple[str, str], int] = {
@@ -73,7 +73,7 @@ def _expanded(model: onnx.ModelProto, versions: Mapping[str, int]) -> onnx.Model
             continue
         if not is_defined(node.op_type, node.domain, versions):
             raise ModelError(
-                f"the {describe(node)} is of operator set {versions[node.domain]}, but only sets "
+                f"the {label_of(node)} is of operator set {versions[node.domain]}, but only sets "
                 f"up to {NEWEST_OPSET} can be executed; export the model with one of these sets."
             )
         operands = [types.get(name, onnx.TypeProto()) for name in node.input]

@@ -35,7 +35,7 @@ def captures(body: onnx.GraphProto) -> tuple[str, ...]:
     return tuple(dict.fromkeys(name for name in (*wanted, *results) if name not in inner))
 
 
-def describe(node: onnx.NodeProto) -> str:
+def label_of(node: onnx.NodeProto) -> str:
     """Return a description of a node for messages: its operator, and its name or first result."""
     result = next(iter(node.output), "nothing")
     return (
@@ -72,7 +72,7 @@ def sort_nodes(graph: onnx.GraphProto, remedy: str = "") -> None:
     for node in graph.node:
         for name in reads(node):
             if name not in known:
-                raise ModelError(f"the {describe(node)} reads '{name}', which no node computes.")
+                raise ModelError(f"the {label_of(node)} reads '{name}', which no node computes.")
     for name in outputs:
         if name not in known:
             raise ModelError(f"no node computes the output '{name}' of the model.")
@@ -101,7 +101,7 @@ def _order(before: Mapping[int, set[int]], nodes: Sequence[onnx.NodeProto]) -> l
     except CycleError as failure:
         cycle = failure.args[1]
         raise ModelError(
-            f"the model has a cycle: the {describe(nodes[cycle[0]])} reads its own result, through "
+            f"the model has a cycle: the {label_of(nodes[cycle[0]])} reads its own result, through "
             f"{len(cycle) - 2} other nodes."
         ) from failure
 

@@ -14,8 +14,8 @@ from onnx import AttributeProto, TensorProto, helper
 
 from kfac_engine._types import Array, DType
 from kfac_engine.errors import InputError, NonFiniteError, UnsupportedError
-from kfac_engine.graph.passes.bodies import renamed
-from kfac_engine.graph.passes.order import claim, describe
+from kfac_engine.graph.passes.bodies import with_new_names
+from kfac_engine.graph.passes.order import claim, label_of
 from kfac_engine.graph.structure import Node
 from kfac_engine.graph.tensors import element_type, to_array
 from kfac_engine.graph.write import tensor
@@ -126,7 +126,7 @@ def _upcast_node(node: onnx.NodeProto) -> None:
         if names_type and attribute.type == AttributeProto.INT and attribute.i in _CODES:
             if node.op_type == "BitCast":
                 raise UnsupportedError(
-                    f"the {describe(node)} reads the bits of half-precision numbers, which are "
+                    f"the {label_of(node)} reads the bits of half-precision numbers, which are "
                     f"computed in float32 here; export the model in float32."
                 )
             attribute.i = TensorProto.FLOAT
@@ -167,7 +167,7 @@ def with_borders(
         _cast(names[name], name, helper.np_dtype_to_tensor_dtype(dtype))
         for name, dtype in results.items()
     ]
-    return [*widening, *(renamed(node, names) for node in nodes), *narrowing]
+    return [*widening, *(with_new_names(node, names) for node in nodes), *narrowing]
 
 
 def _cast(source: str, target: str, code: int) -> Node:

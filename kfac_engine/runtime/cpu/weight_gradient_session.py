@@ -33,7 +33,7 @@ _MOST_USES = 8
 _LONGEST_CHAIN = 64
 
 
-class Move(NamedTuple):
+class MovedAxes(NamedTuple):
     """A transposition or a change of the shape."""
 
     # Order of the axes, as for ``np.transpose``; empty for a change of the shape.
@@ -45,7 +45,7 @@ class ProductTerm(NamedTuple):
     """A term of a gradient: a kernel gradient and the moves that are applied to it, in order."""
 
     gradient: KernelGradient
-    moves: tuple[Move, ...] = ()
+    moves: tuple[MovedAxes, ...] = ()
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -214,14 +214,14 @@ def _add(
     add_weight_gradient(x, g, window, out, workers, scratch=scratch)
 
 
-def _after(product: Array, moves: Sequence[Move]) -> Array:
+def _after(product: Array, moves: Sequence[MovedAxes]) -> Array:
     """Return a product after its moves."""
     for move in moves:
         product = product.transpose(move.perm) if move.perm else product.reshape(move.shape)
     return product
 
 
-def _before(out: Array, shape: tuple[int, ...], moves: Sequence[Move]) -> Array | None:
+def _before(out: Array, shape: tuple[int, ...], moves: Sequence[MovedAxes]) -> Array | None:
     """Return the view of ``out`` that the moves convert to ``out``; None if it needs a copy."""
     view = out
     shapes = [shape, *(move.shape for move in moves)]
@@ -284,12 +284,12 @@ class _Reader:
         """Return a term with a further move; None if the shape depends on the batch."""
         if node.op == "Transpose":
             perm = integers(node, "perm", tuple(reversed(range(len(term.shape)))))
-            move = Move(perm, tuple(term.shape[axis] for axis in perm))
+            move = MovedAxes(perm, tuple(term.shape[axis] for axis in perm))
         else:
             shape = self._constants.get(node.inputs[1])
             if shape is None or min(shape, default=0) < 1:
                 return None
-            move = Move((), tuple(map(int, shape)))
+            move = MovedAxes((), tuple(map(int, shape)))
         return ProductTerm(term.gradient, (*term.moves, move))
 
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from kfac_engine.analysis.laplace.evidence import Group
+from kfac_engine.analysis.laplace.evidence import ParameterGroup
 
 # Products of sixteen factors and sums of at most 50 logarithms in float64.
 TOLERANCE = 1e-13
@@ -15,7 +15,7 @@ TOLERANCE = 1e-13
 def test_term_of_a_group_is_the_sum_of_logarithms(size, precision, largest):
     values = largest * np.random.default_rng(0).random(size) ** 20
     values[0] = 0.0
-    group = Group(("weight",), values, 0.25)
+    group = ParameterGroup(("weight",), values, 0.25)
     logarithms = np.log1p(3.0 * values / precision).sum()
     expected = -0.5 * (logarithms + 0.25 * precision)
     assert group.value(3.0, precision) == pytest.approx(expected, rel=TOLERANCE, abs=1e-13)

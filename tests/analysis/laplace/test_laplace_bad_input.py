@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import kfac_engine as ke
-from kfac_engine.analysis.laplace.predictive import LINKS, Logits
+from kfac_engine.analysis.laplace.predictive import LINKS, LogitPrediction
 from tests import models
 from tests.analysis.fisher_matrix.dense import dense, measured
 from tests.analysis.laplace.linear_regression import linear, regression
@@ -82,7 +82,7 @@ def test_the_bridge_is_its_formula_at_every_scale(k, normalized, scale):
     mean, root = rng.standard_normal((4, k)), rng.standard_normal((4, k, k))
     covariance = root @ root.swapaxes(1, 2) + np.eye(k)
     found = LINKS["bridge_norm" if normalized else "bridge"](
-        Logits(mean, covariance * scale, True), 1, rng
+        LogitPrediction(mean, covariance * scale, True), 1, rng
     )
     for row, mu, S in zip(found, mean, covariance, strict=True):
         a = S.sum(axis=1) / S.sum()

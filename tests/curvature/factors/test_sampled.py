@@ -11,7 +11,7 @@ import pytest
 
 import kfac_engine as ke
 from kfac_engine.compat import convolution_factors
-from kfac_engine.distributed.shards import Rows
+from kfac_engine.distributed.shards import RowRange
 from tests.lifecycle import observe, second_moment
 
 SIDE = 4
@@ -161,7 +161,7 @@ def test_ranks_measure_the_draws_of_one_process(uses, sampling, counts):
         whole.update(whole.read(images_of(slice(None))), 0.5)
         measurements = []
         for rank, factor in enumerate(factors):
-            rows = Rows.of(counts, rank)
+            rows = RowRange.of(counts, rank)
             factor.set_rows(rows)
             shard = images_of(slice(rows.start, rows.start + rows.count))
             measurements.append(factor.measure(factor.read(shard), joined=True))
@@ -180,14 +180,14 @@ def test_a_rank_without_a_drawn_example_measures_zero():
     zeros = 0
     for rank in range(7):
         factor = sampled_factor("one use", config)
-        factor.set_rows(Rows.of((1,) * 7, rank))
+        factor.set_rows(RowRange.of((1,) * 7, rank))
         measurement = factor.measure(factor.read(images_of(slice(rank, rank + 1))))
         zeros += not measurement.array.any()
         assert measurement.count.examples == 1
     assert zeros == 7 - ceil(0.3 * 7)
 
 
-@pytest.mark.parametrize("rows", [Rows(0, 2, 7), Rows(0, 0, 7)])
+@pytest.mark.parametrize("rows", [RowRange(0, 2, 7), RowRange(0, 0, 7)])
 def test_rows_of_another_batch_are_refused(rows):
     factor = sampled_factor("one use", ke.CollectionConfig())
     factor.set_rows(rows)
@@ -220,7 +220,7 @@ def test_an_estimator_sets_the_rows_of_its_factors():
     sums = [0.0, 0.0]
     for rank in range(2):
         estimator = conv_estimator(config)
-        rows = estimator.rows = Rows.of((3, 4), rank)
+        rows = estimator.rows = RowRange.of((3, 4), rank)
         part = slice(rows.start, rows.start + rows.count)
         estimator.update_covariances(ImageTrace(x=x[part], z=z[part]))
         sums = [

@@ -12,7 +12,12 @@ from onnx import TensorProto, helper
 import kfac_engine as ke
 from kfac_engine.autodiff.rules import convolution
 from kfac_engine.runtime.cpu import weight_gradient_session
-from kfac_engine.runtime.cpu.weight_gradient_session import Move, ProductTerm, _task, split_backward
+from kfac_engine.runtime.cpu.weight_gradient_session import (
+    MovedAxes,
+    ProductTerm,
+    _task,
+    split_backward,
+)
 from tests import models, oracle
 
 # Sums of some thousand products in float32, relative to the largest entry.
@@ -299,7 +304,7 @@ def test_products_are_summed_into_noncontiguous_gradients(monkeypatch):
     monkeypatch.setattr(module, "_add", lambda _, operands, out, *rest: np.add(out, *operands, out))
     monkeypatch.setattr(module, "_work", lambda *_: 1.0)
     p, q = np.random.default_rng(0).standard_normal((2, 5, 4, 3))
-    moves = (Move((), (5, 2, 2, 3)), Move((1, 0, 2, 3), (2, 5, 2, 3)))
+    moves = (MovedAxes((), (5, 2, 2, 3)), MovedAxes((1, 0, 2, 3), (2, 5, 2, 3)))
     gradient = np.full((2, 5, 2, 3), np.nan)
     parts = (ProductTerm(_Given(p.shape), moves),) * 2
     _task(parts, [[p], [q]], gradient, None, None).do()
