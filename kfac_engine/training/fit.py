@@ -5,7 +5,7 @@ depends on the seed and the number of the epoch only. A resumed run therefore ne
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -36,14 +36,15 @@ from kfac_engine.system.writing import check_outputs, checked_path
 from kfac_engine.training.batches import run_data
 from kfac_engine.training.budget import Position, ScheduleFunction, budget_of, schedule_function
 from kfac_engine.training.callbacks.best import VALIDATION_LOSS, BestWeights, EarlyStop
+from kfac_engine.training.callbacks.log import Log
+from kfac_engine.training.callbacks.progress import Progress
 from kfac_engine.training.description import contents, describe, without_addresses
 from kfac_engine.training.first_order import SGD, Adam, AdamW, Muon
 from kfac_engine.training.gauss_newton import GaussNewton
-from kfac_engine.training.history import History, Log, Record
+from kfac_engine.training.history import History, Record
 from kfac_engine.training.hooks import Callback, Hooks, StepFunction
 from kfac_engine.training.kfac import KfacOptimizer
 from kfac_engine.training.optimizer import Optimizer
-from kfac_engine.training.progress import Progress
 from kfac_engine.training.recovery import Recovery
 from kfac_engine.training.run import Run, Step, recorded_metrics
 from kfac_engine.training.run_checkpoint import Options, RunCheckpoint
@@ -169,7 +170,6 @@ def fit(  # noqa: PLR0913 (the options of a run, one after the other)
         chosen = _maker(optimizer, options, model_or_engine)(
             _engine(model_or_engine, data, loss, seed)
         )
-        hooks.keep_those_of(agreement.rank)
         measured = recorded_metrics(metrics, chosen.engine)
         hooks.check_metrics(() if validation is None else measured)
         _warn_of(chosen.engine.inference_notes if is_first else ())
@@ -190,41 +190,18 @@ def fit(  # noqa: PLR0913 (the options of a run, one after the other)
         log = checked_path(log) if log is not None and is_first else None
         _check_files(log, store, chosen.engine, {"data": data, "validation": validation})
         recovery = Recovery(chosen, rollbacks)
+        display = Progress(progress, budget.epochs)
+        hooks.add([recovery, Log(log, description), display], agreement.rank)
         run = Run(
             chosen, sources.train, budget, factor, sources.validation, metrics, hooks, recovery
         )
         with store:
             position, records = _restored(run, store) if resume else (Position(), [])
             store.begin()
-            with hooks, Progress(progress and is_first, budget.epochs) as display:
-                reporters = _Reporters(hooks, Log(log, description, records), display)
-                _train(run, position, records, reporters, store)
+            with hooks:
+                _train(run, position, records, store)
     _warn_of_rise(records if is_first else (), callbacks)
     return History(chosen.engine, chosen, records, description)
-
-
-@dataclass(frozen=True, slots=True)
-class _Reporters:
-    """The receivers of records."""
-
-    hooks: Hooks  # the callbacks
-    log: Log
-    display: Progress  # the progress
-
-    def hear(self, step: Step, optimizer: Optimizer) -> bool:
-        """Pass the record of a step to the callbacks; return whether the step ends the run."""
-        stops = self.hooks.on_step_end(step.record, optimizer)
-        if step.ends_epoch:
-            stops |= self.hooks.on_epoch_end(step.record, optimizer)
-        return optimizer.engine.agreement.any(stops) or step.ends_run
-
-    def show(self, step: Step, optimizer: Optimizer, *, ends_run: bool) -> None:
-        """Add a complete record to the log, and show it."""
-        self.log.add(step.record)
-        if ends_run:
-            optimizer.engine.synchronize()  # before averages are read
-            self.log.add_spectra(optimizer.engine)
-        self.display.show(step.record, step.spent, ends_epoch=step.ends_epoch, ends_run=ends_run)
 
 
 def _check_plain(batch_size: int, accumulate: int, seed: int, **flags: bool) -> None:
@@ -272,44 +249,42 @@ def _check_files(
 
 def _restored(run: Run, store: RunCheckpoint) -> tuple[Position, list[Record]]:
     """Restore the state of a run; return its position and its records."""
-    expected = {**run.hooks.states(run.optimizer), **run.recovery.states()}
-    position, records, parts = store.restore(run.optimizer, expected)
+    states = run.hooks.states(run.optimizer)
+    position, records, parts = store.restore(run.optimizer, states)
     run.hooks.restore_all(parts)
-    run.recovery.restore_all(parts)
     return position, records
 
 
-def _train(
-    run: Run, position: Position, records: list[Record], reporters: _Reporters, store: RunCheckpoint
-) -> None:
+def _train(run: Run, position: Position, records: list[Record], store: RunCheckpoint) -> None:
     """Train from a position to the end of the run, or to a signal; append the records.
 
     The validation of a run that ends inside an epoch comes after its checkpoint. A run that is
     resumed from there is then the run without an end, which has no validation in that step.
     """
-    optimizer, hooks = run.optimizer, reporters.hooks
+    optimizer, hooks = run.optimizer, run.hooks
     with DeferredSignals(bool(store)) as signals:
         agreement = optimizer.engine.agreement
         ended = agreement.any(hooks.on_run_start(optimizer, tuple(records)))
         step: Step | None = None
         for step in () if ended else run.steps(position):
             records.append(step.record)
-            ends = reporters.hear(step, optimizer)
+            stops = hooks.on_step_end(step.record, optimizer)
+            if step.ends_epoch:
+                stops |= hooks.on_epoch_end(step.record, optimizer)
+            ends = agreement.any(stops) or step.ends_run
             # A signal that one process has received ends all of them.
             received = int(agreement.of_all(signals.received or 0).max())
             if received:
                 signals.received = received
             if ends or received or store.is_due(step.position, step.ends_epoch):
-                parts = {**hooks.states(optimizer), **run.recovery.states()}
-                store.write(optimizer, step.position, records, parts)
+                store.write(optimizer, step.position, records, hooks.states(optimizer))
             if ends and not (step.ends_epoch or received):
                 run.evaluate(step.record)
-            reporters.show(step, optimizer, ends_run=bool(ends or received))
+            hooks.on_record(step.record, optimizer)
             if ends or received:
                 break
         if step is None and position.batch:  # a run that has ended before
             run.evaluate(records[-1])
-            reporters.log.begin(records)
     hooks.on_run_end(optimizer, tuple(records))
 
 

@@ -1,18 +1,15 @@
 """The records of a training run, in memory and as a file of JSON lines."""
 
-import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import islice
-from math import isfinite, nan
+from math import nan
 from numbers import Integral, Real
-from pathlib import Path
 from typing import Any, TypeAlias
 
 from kfac_engine.engine.engine import Engine
 from kfac_engine.errors import InputError
 from kfac_engine.summary import Summarized, Summary, Table, counted
-from kfac_engine.system.writing import checked_path
 from kfac_engine.training.description import Description, described_spectra
 from kfac_engine.training.optimizer import Optimizer
 
@@ -98,45 +95,6 @@ def metrics_in(record: Record) -> dict[str, float]:
     return {n: v for n, v in record.items() if n not in STEP_ENTRIES and "/" not in n}
 
 
-class Log:
-    """A file of JSON lines: ``{"run": description}``, the records, ``{"spectra": [...]}``.
-
-    Args:
-        path: The file, which is replaced; None for no file.
-        description: The description of the run.
-        records: The records of the part of the run before.
-    """
-
-    def __init__(
-        self, path: str | Path | None, description: Description, records: Sequence[Record]
-    ) -> None:
-        self._path = None if path is None else checked_path(path)
-        self._description = description
-        self.begin(records)
-
-    def begin(self, records: Sequence[Record]) -> None:
-        """Write the description and the records so far."""
-        self._write("w", [{RUN: self._description}, *map(_valid, records)])
-
-    def add(self, record: Record) -> None:
-        """Append a record."""
-        self._write("a", [_valid(record)])
-
-    def add_spectra(self, engine: Engine) -> None:
-        """Append the spectra of the factors of an engine."""
-        if self._path is not None:
-            self._write("a", [{SPECTRA: described_spectra(engine)}])
-
-    def _write(self, mode: str, lines: Sequence[Mapping[str, object]]) -> None:
-        if self._path is None:
-            return
-        try:
-            with self._path.open(mode, encoding="utf-8") as file:
-                file.writelines(f"{json.dumps(line, allow_nan=False)}\n" for line in lines)
-        except OSError as failure:
-            raise InputError(f"cannot write the log '{self._path}': {failure.strerror}.") from None
-
-
 def check_entries(record: Record, before: Record, callback: str) -> None:
     """Convert the numbers in a record that a callback received to those of Python, in place.
 
@@ -179,11 +137,3 @@ def _show_number(value: float | None) -> str:
     if value is None:
         return ""
     return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
-
-
-def _valid(record: Record) -> Record:
-    """Return a record with null in place of NaN, which JSON cannot represent."""
-    return {
-        name: value if isinstance(value, list) or isfinite(value) else None
-        for name, value in record.items()
-    }

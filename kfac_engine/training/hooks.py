@@ -30,6 +30,8 @@ class Callback:
 
     metric: str | None = None
     on_every_rank = True
+    # Name of the state in checkpoints; by default that of the class.
+    part: str | None = None
 
     def on_run_start(self, optimizer: Optimizer, records: Sequence[Record]) -> object:
         """Begin a run.
@@ -91,6 +93,14 @@ class Callback:
             optimizer: The optimizer. Its engine has the weights that were evaluated.
         """
 
+    def on_record(self, record: Record, optimizer: Optimizer) -> None:
+        """Receive the complete record of a step, after all other hooks of the step.
+
+        Args:
+            record: The record, with the metrics of its validation and the numbers of all callbacks.
+            optimizer: The optimizer.
+        """
+
     def final_weights(self, optimizer: Optimizer) -> Weights | None:
         """Return the weights that the engine receives at the end of the run.
 
@@ -143,8 +153,7 @@ class Hooks(Callback):
 
     def __init__(self, callbacks: Sequence["Callback | StepFunction"]) -> None:
         entries = listed("callbacks", callbacks, "[kfac_engine.EarlyStop()]")
-        self._every_callback = [_as_callback(callback) for callback in entries]
-        self._callbacks = self._every_callback
+        self._callbacks = self._every_callback = [_as_callback(callback) for callback in entries]
         self._closing = ExitStack()
         for hook in ("evaluated_weights", "final_weights"):
             names = [type(c).__name__ for c in self._callbacks if _overrides(c, hook)]
@@ -154,8 +163,9 @@ class Hooks(Callback):
                     f"them."
                 )
 
-    def keep_those_of(self, rank: int) -> None:
-        """Call only the callbacks of a process; ``states`` still has all callbacks."""
+    def add(self, callbacks: Sequence[Callback], rank: int) -> None:
+        """Add callbacks, and call only those of a process; ``states`` has all of them."""
+        self._every_callback = [*self._every_callback, *callbacks]
         self._callbacks = [c for c in self._every_callback if rank == 0 or c.on_every_rank]
 
     def check_metrics(self, names: Collection[str]) -> None:
@@ -211,6 +221,10 @@ class Hooks(Callback):
         """Pass on the record of a validation."""
         self._each(lambda c: c.on_validation_end(record, optimizer), record)
 
+    def on_record(self, record: Record, optimizer: Optimizer) -> None:
+        """Pass on a complete record."""
+        self._each(lambda c: c.on_record(record, optimizer), record)
+
     def on_run_end(self, optimizer: Optimizer, records: Sequence[Record]) -> None:
         """Replace the weights, and complete a run."""
         finals = (c.final_weights(optimizer) for c in self._callbacks)
@@ -249,7 +263,7 @@ class Hooks(Callback):
     def _named(self) -> Iterator[tuple[str, Callback]]:
         counts = Counter[str]()
         for callback in self._every_callback:
-            name = type(callback).__name__
+            name = callback.part or type(callback).__name__
             counts[name] += 1
             yield name if counts[name] == 1 else f"{name} {counts[name]}", callback
 

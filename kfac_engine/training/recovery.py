@@ -12,17 +12,18 @@ from kfac_engine.datasets.examples import Batch, numbered_in_data
 from kfac_engine.errors import DivergenceError, DivergenceWarning, NonFiniteError, warn
 from kfac_engine.system.deferred_signals import HeldInterrupts
 from kfac_engine.training.checkpoint import COUNTER, LEARNING_RATE, SavedState
+from kfac_engine.training.hooks import Callback
 from kfac_engine.training.optimizer import Optimizer, StepReport
 from kfac_engine.training.weights import Weights
 
 _WINDOW = 5  # losses of a median
 _SNAPSHOT_EVERY = 50
-# The name of the state in checkpoints, and the prefix of the state of the optimizer in it.
-_PART, _STATE = "rollback", "optimizer/"
+# Prefix of the optimizer's state in a checkpoint's part.
+_STATE = "optimizer/"
 Value = TypeVar("Value")
 
 
-class Recovery:
+class Recovery(Callback):
     """Steps of an optimizer, with a roll-back where the loss explodes.
 
     A snapshot has the weights and the state of the optimizer. It is taken before the first step,
@@ -41,6 +42,8 @@ class Recovery:
     Raises:
         InputError: ``most`` is not a whole number of at least 0.
     """
+
+    part = "rollback"
 
     def __init__(self, optimizer: Optimizer, most: int) -> None:
         whole("rollbacks", most, least=0)
@@ -79,10 +82,10 @@ class Recovery:
             self._take_snapshot()
         return report
 
-    def states(self) -> dict[str, SavedState]:
-        """Return the state that checkpoints store, by name; empty without roll-backs."""
+    def state(self, optimizer: Optimizer) -> SavedState:
+        """Return the state that checkpoints store; empty without roll-backs."""
         if not self._most:
-            return {}
+            return SavedState()
         numbers = {
             "count": self._count,
             "attempts": self._attempts,
@@ -93,18 +96,15 @@ class Recovery:
             **{f"{_STATE}{name}": value for name, value in self._saved.numbers.items()},
         }
         slots = {f"{_STATE}{slot}": arrays for slot, arrays in self._saved.arrays.items()}
-        of_optimizer = self._optimizer.state().bounds
+        of_optimizer = optimizer.state().bounds
         bounds = {
             **dict.fromkeys(("count", "attempts", "age"), COUNTER),
             **{f"{_STATE}{name}": bound for name, bound in of_optimizer.items()},
         }
-        return {_PART: SavedState(numbers, {**self._weights.arrays, **slots}, bounds)}
+        return SavedState(numbers, {**self._weights.arrays, **slots}, bounds)
 
-    def restore_all(self, states: Mapping[str, SavedState]) -> None:
+    def restore(self, state: SavedState) -> None:
         """Restore the state of a checkpoint."""
-        if not self._most:
-            return
-        state = states[_PART]
         numbers = state.numbers
         self._count, self._attempts = numbers["count"], numbers["attempts"]
         self._age, self._reference = numbers["age"], float(numbers["reference"])

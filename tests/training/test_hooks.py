@@ -157,7 +157,7 @@ NO_NUMBERS = {
     "object": object(),
     "type": float,
 }
-HOOKS = ["on_step_end", "on_epoch_end", "on_validation_end"]
+HOOKS = ["on_step_end", "on_epoch_end", "on_validation_end", "on_record"]
 
 
 def adding(hook, **entries):

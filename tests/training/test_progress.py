@@ -5,7 +5,7 @@ import io
 from rich.console import Console
 
 import kfac_engine as ke
-from kfac_engine.training.progress import Progress
+from kfac_engine.training.callbacks.progress import Progress
 from tests.training import softmax_net as net
 
 
@@ -28,11 +28,15 @@ def shown(steps, seconds, epochs=3, terminal=False, width=80):
     """What is printed for records that come ``seconds`` apart; the last one ends the run."""
     stream, clock = io.StringIO(), Clock()
     console = Console(file=stream, force_terminal=terminal, width=width)
-    with Progress(True, epochs, console=console, clock=clock) as progress:
-        for i, (entries, ends_epoch) in enumerate(steps):
-            clock.now += seconds
-            ends = {"ends_epoch": ends_epoch, "ends_run": i == len(steps) - 1}
-            progress.show(entries, (i + 1) / len(steps), **ends)
+    progress = Progress(True, epochs, console=console, clock=clock)
+    progress.on_run_start(None, ())
+    for i, (entries, ends_epoch) in enumerate(steps):
+        clock.now += seconds
+        entries |= {"spent": (i + 1) / len(steps)}
+        if ends_epoch:
+            progress.on_epoch_end(entries, None)
+        progress.on_record(entries, None)
+    progress.close()
     return stream.getvalue()
 
 
@@ -57,9 +61,10 @@ def test_a_display_fits_into_80_columns():
     large = {"loss": 123456.789, "learning_rate": 1.23456789e-05, "damping": 1.23456789e-10}
     stream = io.StringIO()
     console = Console(file=stream, force_terminal=True, width=80, color_system=None)
-    with Progress(True, 1000, console=console, clock=Clock()) as progress:
-        progress.show(record(99_999, 998, **long, **large), 0.45, ends_epoch=False, ends_run=False)
-        progress._live.refresh()
+    progress = Progress(True, 1000, console=console, clock=Clock())
+    progress.on_run_start(None, ())
+    progress.on_record(record(99_999, 998, **long, **large, spent=0.45), None)
+    progress._live.refresh()
     frames = stream.getvalue().replace("\x1b[2K", "").replace("\x1b[1A", "").split("\r")
     lines = [line for frame in frames for line in frame.splitlines() if "\x1b" not in line]
     bar = next(line for line in lines if "epoch 999/1000" in line)
@@ -68,6 +73,7 @@ def test_a_display_fits_into_80_columns():
     for entry in ("loss 1.23e+05", "rate 1.23e-05", "damping 1.23e-10", "curvature 30%"):
         assert entry in numbers
     assert all(len(line) <= 80 for line in lines)
+    progress.close()
 
 
 def test_a_run_shows_its_progress_on_stderr_if_asked(capsys):

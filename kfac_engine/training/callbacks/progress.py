@@ -1,14 +1,15 @@
 """The progress of a run on stderr: a bar on a terminal, and lines elsewhere."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
 from time import perf_counter
-from types import TracebackType
 from typing import TYPE_CHECKING
 
 from kfac_engine.printable import printable
 from kfac_engine.training.history import Record, metrics_in
+from kfac_engine.training.hooks import Callback
+from kfac_engine.training.optimizer import Optimizer
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -25,8 +26,8 @@ _SHOWN = {"learning_rate": "rate", "damping": "damping", "reduction_ratio": "rat
 _LINE_DIGITS, _BAR_DIGITS = 4, 3
 
 
-class Progress:
-    """A context that shows the steps of a run.
+class Progress(Callback):
+    """Shows the steps of a run.
 
     On a terminal, a bar shows the spent part of the budget and the numbers of the present step, and
     a line remains for each epoch. Elsewhere there are lines only: at the end of an epoch, but not
@@ -38,6 +39,8 @@ class Progress:
         console: Where to write; the standard error by default.
         clock: Returns the time in seconds.
     """
+
+    on_every_rank = False
 
     def __init__(
         self,
@@ -53,45 +56,58 @@ class Progress:
         self._bar: Bar | None = None
         self._numbers = _Numbers()
         self._shown = clock()
+        # The line of the latest step, until it is printed.
+        self._last, self._ends_epoch = "", False
 
-    def __enter__(self) -> "Progress":
+    def on_run_start(self, optimizer: Optimizer, records: Sequence[Record]) -> None:
+        """Show the bar."""
+        del optimizer, records
         if self._console is not None and self._console.is_terminal:
             self._bar, self._live = _bar(self._console)
             # A line that is printed during the first drawing, or while the height changes, would
             # stand beside the bar: the thread of the display starts with the whole bar.
             self._live.start(refresh=True)
-        return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        if self._live is not None:
-            self._live.stop()
+    def on_epoch_end(self, record: Record, optimizer: Optimizer) -> None:
+        """Remember that the record ends an epoch."""
+        del record, optimizer
+        self._ends_epoch = True
 
-    def show(self, record: Record, spent: float, *, ends_epoch: bool, ends_run: bool) -> None:
-        """Show a step, with the part of the budget that is spent, in [0, 1]."""
+    def on_record(self, record: Record, optimizer: Optimizer) -> None:
+        """Show a step."""
+        del optimizer
         if self._console is None:
             return
         self._numbers.add(record)
+        self._last = self._line(record)
         if self._bar is not None and self._live is not None:
-            self._refresh(record, spent)
-        elapsed = self._clock() - self._shown
-        if ends_run or elapsed >= (_LEAST_SECONDS if ends_epoch else _MOST_SECONDS):
-            self._console.print(self._line(record), markup=False, highlight=False, soft_wrap=True)
-            self._shown = self._clock()
-        if ends_epoch:
+            self._refresh(record)
+        if self._clock() - self._shown >= (_LEAST_SECONDS if self._ends_epoch else _MOST_SECONDS):
+            self._print()
+        if self._ends_epoch:
             self._numbers = _Numbers(self._numbers.curvature, self._numbers.seconds)
+            self._ends_epoch = False
 
-    def _refresh(self, record: Record, spent: float) -> None:
+    def close(self) -> None:
+        """Print the line of the last step, if it is not there yet, and remove the bar."""
+        self._print()
+        if self._live is not None:
+            self._live.stop()
+
+    def _print(self) -> None:
+        if self._console is not None and self._last:
+            self._console.print(self._last, markup=False, highlight=False, soft_wrap=True)
+            self._shown, self._last = self._clock(), ""
+
+    def _refresh(self, record: Record) -> None:
         from rich.console import Group
         from rich.text import Text
 
         assert self._bar is not None
         assert self._live is not None
-        self._bar.update(self._bar.task_ids[0], completed=spent, description=self._epoch(record))
+        self._bar.update(
+            self._bar.task_ids[0], completed=record["spent"], description=self._epoch(record)
+        )
         numbers = {"loss": record["loss"], **self._numbers_of(record)}
         text = Text(_text(numbers, _BAR_DIGITS), no_wrap=True, overflow="ellipsis")
         self._live.update(Group(self._bar, text))
