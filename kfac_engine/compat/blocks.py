@@ -1,4 +1,7 @@
-"""Blocks and factors of layers under the names of TensorFlow's library."""
+"""Blocks and factors of layers under the names of TensorFlow's library.
+
+The page docs/building_blocks.md has the arguments that several of them share.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -69,12 +72,6 @@ class ScaleAndShiftFullFactor(DenseSquareMatrixFactor):
 
     Args:
         inputs: Name of the data before scaling, for each tower.
-        outputs_grads: Names of output gradients, ``[source][tower]``.
-        broadcast_dims_scale: Axes along which the scale is broadcast; may be empty.
-        broadcast_dims_shift: The same for the shift; by default the axes of the scale.
-        has_shift: Whether there is a shift.
-        backend: Array library; NumPy by default.
-        config: Options of averages and powers; the defaults if omitted.
     """
 
     def __init__(
@@ -95,17 +92,7 @@ class ScaleAndShiftFullFactor(DenseSquareMatrixFactor):
 
 
 class ScaleAndShiftDiagonalFactor(DiagonalFactor):
-    """The mean squares of the per-example gradients of a scale and a shift.
-
-    Args:
-        inputs: As in ``ScaleAndShiftFullFactor``.
-        outputs_grads: As in ``ScaleAndShiftFullFactor``.
-        broadcast_dims_scale: As in ``ScaleAndShiftFullFactor``.
-        broadcast_dims_shift: As in ``ScaleAndShiftFullFactor``.
-        has_shift: Whether there is a shift.
-        backend: Array library; NumPy by default.
-        config: Options of averages; the defaults if omitted.
-    """
+    """The mean squares of the per-example gradients of a scale and a shift."""
 
     def __init__(
         self,
@@ -125,14 +112,7 @@ class ScaleAndShiftDiagonalFactor(DiagonalFactor):
 
 
 class ScaleAndShiftFullFB(ScaleShiftFB):
-    """The full second moment of per-example gradients of a scale and a shift.
-
-    Args:
-        layer_collection: Owner of the factor.
-        broadcast_dims_scale: Axes of the data (the batch is 0) along which the scale is broadcast.
-        broadcast_dims_shift: The same for the shift; by default the axes of the scale.
-        has_shift: Whether there is a shift.
-    """
+    """The full second moment of per-example gradients of a scale and a shift."""
 
     def __init__(
         self,
@@ -146,14 +126,7 @@ class ScaleAndShiftFullFB(ScaleShiftFB):
 
 
 class ScaleAndShiftDiagonalFB(ScaleShiftFB):
-    """The mean squares of per-example gradients of a scale and a shift.
-
-    Args:
-        layer_collection: Owner of the factor.
-        broadcast_dims_scale: As in ``ScaleAndShiftFullFB``.
-        broadcast_dims_shift: As in ``ScaleAndShiftFullFB``.
-        has_shift: Whether there is a shift.
-    """
+    """The mean squares of per-example gradients of a scale and a shift."""
 
     def __init__(
         self,
@@ -208,11 +181,7 @@ class EmbeddingInputKroneckerFactor(VocabularyFactor):
 
     Args:
         input_ids: Name of the token ids of each tower, ``(n, ids)`` or ``(n,)``.
-        vocab_size: Number of rows of the table; token ids are smaller.
         dtype: Floating-point type of the statistics; float32 by default.
-        count_repeats: Whether an id that occurs k times in a row counts k times.
-        backend: Array library; NumPy by default.
-        config: Options of averages; the defaults if omitted.
 
     Raises:
         InputError: The vocabulary is empty or the type is not floating point.
@@ -240,14 +209,7 @@ class EmbeddingInputKroneckerFactor(VocabularyFactor):
 
 
 class EmbeddingKFACFB(EmbeddingKroneckerFB):
-    """``F ≈ diag(A) ⊗ G`` for an embedding.
-
-    Args:
-        layer_collection: Owner of the factors.
-        vocab_size: Number of rows of the table.
-        count_repeats: Whether an id that occurs k times in a row counts k times.
-        positions: Whether each token id of an example has an output.
-    """
+    """``F ≈ diag(A) ⊗ G`` for an embedding."""
 
     def __init__(
         self,
@@ -261,15 +223,7 @@ class EmbeddingKFACFB(EmbeddingKroneckerFB):
 
 
 class EmbeddingKFACMultiIndepFB(_OptionalUses, EmbeddingKroneckerFB):
-    """``F ≈ u · diag(A) ⊗ G`` for an embedding used several times.
-
-    Args:
-        layer_collection: Owner of the factors.
-        vocab_size: Number of rows of the table.
-        num_uses: Number of uses; optional if a tower lists them.
-        count_repeats: As in ``EmbeddingKFACFB``.
-        positions: As in ``EmbeddingKFACFB``.
-    """
+    """``F ≈ u · diag(A) ⊗ G`` for an embedding used several times."""
 
     def __init__(
         self,
@@ -288,12 +242,7 @@ class DepthwiseConvKFCBasicFB(GroupedKroneckerFB):
     """One Kronecker pair for each channel of a depthwise convolution.
 
     Args:
-        layer_collection: Owner of the factors; must know the filter's shape.
         params: The filter, ``(kh, kw, channels, multiplier)``.
-        strides: Strides of the four axes of the data.
-        padding: ``"SAME"``, ``"VALID"`` or ``((top, bottom), (left, right))``.
-        rate: Dilations of the two spatial axes; ones by default.
-        data_format: ``"NHWC"`` (default) or ``"NCHW"``.
     """
 
     def __init__(
@@ -316,16 +265,7 @@ class DepthwiseConvKFCBasicFB(GroupedKroneckerFB):
 
 
 class DepthwiseConvDiagonalFB(LayerDiagonalFB):
-    """The diagonal of a depthwise convolution's block.
-
-    Args:
-        layer_collection: Owner of the factor; must know the filter's shape.
-        params: As in ``DepthwiseConvKFCBasicFB``.
-        strides: As in ``DepthwiseConvKFCBasicFB``.
-        padding: As in ``DepthwiseConvKFCBasicFB``.
-        rate: As in ``DepthwiseConvKFCBasicFB``.
-        data_format: As in ``DepthwiseConvKFCBasicFB``.
-    """
+    """The diagonal of a depthwise convolution's block."""
 
     def __init__(
         self,
@@ -347,15 +287,7 @@ class DepthwiseConvDiagonalFB(LayerDiagonalFB):
 
 
 class FullyConnectedKFACBasicFB(KroneckerProductFB):
-    """``F ≈ A ⊗ G`` for a dense layer (Martens & Grosse 2015, section 3).
-
-    Args:
-        layer_collection: Owner of the factors.
-        has_bias: Whether the layer has a bias.
-        diagonal_approx_for_input: Whether ``A`` is diagonal.
-        diagonal_approx_for_output: Whether ``G`` is diagonal.
-        weight_format: ``"IO"`` or ``"OI"``.
-    """
+    """``F ≈ A ⊗ G`` for a dense layer (Martens & Grosse 2015, section 3)."""
 
     def __init__(
         self,
@@ -374,13 +306,7 @@ class FullyConnectedKFACBasicFB(KroneckerProductFB):
 
 
 class FullyConnectedDiagonalFB(LayerDiagonalFB):
-    """The diagonal of a dense layer's block.
-
-    Args:
-        layer_collection: Owner of the factors.
-        has_bias: Whether the layer has a bias.
-        weight_format: ``"IO"`` or ``"OI"``.
-    """
+    """The diagonal of a dense layer's block."""
 
     def __init__(
         self,
@@ -395,22 +321,11 @@ class ConvKFCBasicFB(KroneckerProductFB):
     """``F ≈ #locations · A ⊗ G`` for a convolution (Grosse & Martens 2016, equation 23).
 
     Args:
-        layer_collection: Owner of the factors; must know the filter's shape.
         params: The filter, or ``(filter, bias)``.
-        padding: ``"SAME"``, ``"VALID"`` or ``((begin, end), …)``.
-        strides: Stride of each spatial axis, or of each axis of the data; ones by default.
-        dilation_rate: Dilations, in the form of ``strides``.
-        data_format: ``"NHWC"`` (the default) or ``"NCHW"``, with ``W``, ``HW`` or ``DHW``.
         extract_patches_fn: Name of an extraction in ``compat.convolution_factors``. All extractions
             return the same patches, and each is restricted to some layers.
-        sub_sample_inputs: Whether ``A`` reads a random subset of the examples; by default the
-            choice of the configuration.
-        sub_sample_patches: Whether ``A`` reads a random subset of the patches; by default the
-            choice of the configuration.
         use_sua_approx_for_input_factor: Whether pixels of different positions are assumed to be
             uncorrelated, so that ``A`` follows from single pixels.
-        patch_mask: Factor of each entry of a patch, ``(*kernel, channels)``.
-        weight_format: ``"HWIO"`` (the default) or ``"OIHW"``, with ``W``, ``HW`` or ``DHW``.
     """
 
     def __init__(  # noqa: PLR0913 (the specification's signature)
@@ -449,16 +364,7 @@ class ConvKFCBasicFB(KroneckerProductFB):
 
 
 class FullyConnectedMultiIndepFB(_OptionalUses):
-    """``F ≈ u · A ⊗ G`` for a dense layer used several times (Martens, Ba & Johnson 2018).
-
-    Args:
-        layer_collection: Owner of the factors.
-        has_bias: Whether the layer has a bias.
-        num_uses: Number of uses; optional if a tower lists them.
-        diagonal_approx_for_input: Whether ``A`` is diagonal.
-        diagonal_approx_for_output: Whether ``G`` is diagonal.
-        weight_format: ``"IO"`` or ``"OI"``.
-    """
+    """``F ≈ u · A ⊗ G`` for a dense layer used several times (Martens, Ba & Johnson 2018)."""
 
     def __init__(
         self,
@@ -482,11 +388,7 @@ class FullyConnectedSeriesFB(_OptionalUses, SeriesFB):
     """The sum over lags between the uses of a dense layer (Martens, Ba & Johnson 2018).
 
     Args:
-        layer_collection: Owner of the factors.
-        has_bias: Whether the layer has a bias.
-        num_uses: Number of uses; optional if a tower lists them.
         option: 1 or 2; see ``SeriesFB``.
-        weight_format: ``"IO"`` or ``"OI"``.
     """
 
     def __init__(
@@ -502,21 +404,7 @@ class FullyConnectedSeriesFB(_OptionalUses, SeriesFB):
 
 
 class ConvKFCBasicMultiIndepFB(_OptionalUses):
-    """``F ≈ u · #locations · A ⊗ G`` for a convolution used several times.
-
-    Args:
-        layer_collection: Owner of the factors; must know the filter's shape.
-        params: As in ``ConvKFCBasicFB``.
-        padding: As in ``ConvKFCBasicFB``.
-        strides: As in ``ConvKFCBasicFB``.
-        dilation_rate: As in ``ConvKFCBasicFB``.
-        data_format: As in ``ConvKFCBasicFB``.
-        extract_patches_fn: As in ``ConvKFCBasicFB``.
-        num_uses: Number of uses; optional if a tower lists them.
-        sub_sample_inputs: As in ``ConvKFCBasicFB``.
-        sub_sample_patches: As in ``ConvKFCBasicFB``.
-        weight_format: As in ``ConvKFCBasicFB``.
-    """
+    """``F ≈ u · #locations · A ⊗ G`` for a convolution used several times."""
 
     def __init__(  # noqa: PLR0913 (the specification's signature)
         self,
@@ -551,14 +439,7 @@ class ConvDiagonalFB(LayerDiagonalFB):
     """The diagonal of a convolution's block: the mean squared gradient of an example.
 
     Args:
-        layer_collection: Owner of the factors; must know the filter's shape.
         params: The filter, or ``(filter, bias)``.
-        strides: Stride of each spatial axis, or of each axis of the data.
-        padding: ``"SAME"``, ``"VALID"`` or ``((begin, end), …)``.
-        data_format: As in ``ConvKFCBasicFB``.
-        dilations: Dilations, in the form of ``strides``.
-        patch_mask: As in ``ConvKFCBasicFB``.
-        weight_format: As in ``ConvKFCBasicFB``.
     """
 
     def __init__(  # noqa: PLR0913 (the specification's signature)

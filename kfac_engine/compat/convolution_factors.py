@@ -1,4 +1,7 @@
-"""Factor classes for convolutions with the names and constructors of TensorFlow's library."""
+"""Factor classes for convolutions with the names and constructors of TensorFlow's library.
+
+The page docs/building_blocks.md has the arguments that several of them share.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -33,16 +36,6 @@ class ConvInputKroneckerFactor(SampledFactor):
 
     Args:
         inputs: Name of the images of each tower.
-        filter_shape: ``(*kernel, channels, outputs)``.
-        padding: ``"SAME"``, ``"VALID"`` or ``((begin, end), …)``.
-        strides: Stride of each spatial axis, or of each axis of the data; ones by default.
-        dilation_rate: Dilations, in the form of ``strides``.
-        data_format: ``"NHWC"`` and its relatives (the default) or ``"NCHW"`` and its relatives.
-        extract_patches_fn: As in ``ConvKFCBasicFB``.
-        has_bias: Whether a 1 is appended to each patch.
-        sub_sample_inputs: As in ``ConvKFCBasicFB``.
-        sub_sample_patches: As in ``ConvKFCBasicFB``.
-        patch_mask: Factor of each entry of a patch, ``(*kernel, channels)``.
         **options: As in ``FactorOptions``.
     """
 
@@ -86,17 +79,6 @@ class ConvInputMultiKF(ConvInputKroneckerFactor):
 
     Args:
         inputs: Names of the images of each tower: a list over uses, or one name for all uses.
-        filter_shape: As in ``ConvInputKroneckerFactor``.
-        padding: As in ``ConvInputKroneckerFactor``.
-        num_uses: Number of uses; optional if a tower lists them.
-        strides: As in ``ConvInputKroneckerFactor``.
-        dilation_rate: As in ``ConvInputKroneckerFactor``.
-        data_format: Format of one use, as in ``ConvInputKroneckerFactor``.
-        extract_patches_fn: As in ``ConvInputKroneckerFactor``.
-        has_bias: As in ``ConvInputKroneckerFactor``.
-        sub_sample_inputs: As in ``ConvInputKroneckerFactor``.
-        sub_sample_patches: As in ``ConvInputKroneckerFactor``.
-        patch_mask: As in ``ConvInputKroneckerFactor``.
         **options: As in ``FactorOptions``.
     """
 
@@ -140,8 +122,6 @@ class ConvInputSUAKroneckerFactor(SpatiallyUncorrelatedFactor):
 
     Args:
         inputs: Name of the images of each tower, with channels last.
-        filter_shape: ``(*kernel, channels, outputs)``.
-        has_bias: Whether a 1 is appended to each patch.
         **options: As in ``FactorOptions``.
     """
 
@@ -166,8 +146,6 @@ class ConvOutputKroneckerFactor(DenseSquareMatrixFactor):
     """The second moment of a convolution's output gradients over examples and locations.
 
     Args:
-        outputs_grads: Names ``[source][tower]``.
-        data_format: ``"NHWC"`` and its relatives (the default) or ``"NCHW"`` and its relatives.
         **options: As in ``FactorOptions``.
     """
 
@@ -185,9 +163,6 @@ class ConvOutputMultiKF(DenseSquareMatrixFactor):
     """The second moment of output gradients over the uses of a convolution.
 
     Args:
-        outputs_grads: Names ``[source][tower]``: a list over uses, or one name for all uses.
-        data_format: Format of one use: ``"NHWC"`` (the default) or ``"NCHW"``, with other axes too.
-        num_uses: Number of uses; optional if a tower lists them.
         **options: As in ``FactorOptions``.
     """
 
@@ -210,14 +185,6 @@ class ConvDiagonalFactor(DiagonalFactor):
 
     Args:
         inputs: Name of the images of each tower.
-        outputs_grads: Names ``[source][tower]``.
-        filter_shape: ``(*kernel, channels, outputs)``.
-        strides: As in ``ConvInputKroneckerFactor``.
-        padding: As in ``ConvInputKroneckerFactor``.
-        data_format: As in ``ConvInputKroneckerFactor``.
-        dilations: Dilations, in the form of ``strides``; ones by default.
-        has_bias: Whether the layer has a bias.
-        patch_mask: As in ``ConvInputKroneckerFactor``.
         **options: As in ``FactorOptions``.
     """
 

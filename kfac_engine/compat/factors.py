@@ -1,6 +1,7 @@
 """Factor classes for dense layers with the names and constructors of TensorFlow's library.
 
-Two classes are for parameters without a layer. Blocks create the general factors directly.
+The page docs/building_blocks.md has the arguments that several of them share. Two classes are for
+parameters without a layer. Blocks create the general factors directly.
 """
 
 from collections.abc import Sequence
@@ -48,7 +49,6 @@ class NaiveFullFactor(DenseSquareMatrixFactor):
 
     Args:
         params_grads: Names of the gradients of one or several parameters, for each source.
-        batch_size: Number of examples, or the name of a value whose first axis is the batch.
         **options: As in ``FactorOptions``.
     """
 
@@ -67,7 +67,6 @@ class NaiveDiagonalFactor(DiagonalFactor):
 
     Args:
         params_grads: Name of the gradient for each source.
-        batch_size: Number of examples, or the name of a value whose first axis is the batch.
         **options: As in ``FactorOptions``.
     """
 
@@ -85,8 +84,6 @@ class FullyConnectedKroneckerFactor(DenseSquareMatrixFactor):
     """The second moment of a dense layer's inputs, or of its output gradients.
 
     Args:
-        tensors: Names of ``(n, d)`` arrays, ``[source][tower]``.
-        has_bias: Whether a 1 is appended to each row.
         **options: As in ``FactorOptions``.
     """
 
@@ -101,9 +98,6 @@ class DiagonalKroneckerFactor(DiagonalFactor):
     """The mean squares of a dense layer's inputs, or of its output gradients.
 
     Args:
-        tensors: Names of ``(n, d)`` arrays, ``[source][tower]``.
-        has_bias: Whether a 1 is appended to each row.
-        dtype: Least precise type of the average; by default the type of the data, at least float32.
         **options: As in ``FactorOptions``.
     """
 
@@ -123,10 +117,7 @@ class FullyConnectedMultiKF(LaggedFactor):
     """The second moment over all uses of a dense layer, and cross moments of successive uses.
 
     Args:
-        tensors: Names ``[source][tower]``: a list over uses, or one name of an array ``(u·n, d)``
-            or ``(u, n, d)``.
         num_uses: Number ``u`` of uses; optional if a tower lists them.
-        has_bias: Whether a 1 is appended to each row.
         **options: As in ``FactorOptions``.
     """
 
@@ -148,10 +139,6 @@ class DiagonalMultiKF(DiagonalFactor):
     """The mean squares over the uses of a dense layer.
 
     Args:
-        tensors: As in ``FullyConnectedMultiKF``.
-        num_uses: As in ``FullyConnectedMultiKF``.
-        has_bias: Whether a 1 is appended to each row.
-        dtype: As in ``DiagonalKroneckerFactor``.
         **options: As in ``FactorOptions``.
     """
 
@@ -176,8 +163,6 @@ class FullyConnectedDiagonalFactor(DiagonalFactor):
 
     Args:
         inputs: Name of an ``(n, d_in)`` array for each tower.
-        outputs_grads: Names of ``(n, d_out)`` arrays, ``[source][tower]``.
-        has_bias: Whether the layer has a bias.
         **options: As in ``FactorOptions``.
     """
 
