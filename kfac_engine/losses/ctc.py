@@ -319,15 +319,11 @@ class CTCNegativeLogProbLoss(LossFunction):
     def label_errors(self, values: Values, targets: Array) -> tuple[Array, Array]:
         best = values[self.logits].argmax(axis=self._axis(values))
         decoded = self._collapsed(values, best, self._weights(values))
-        read, observed = (x.get() if hasattr(x, "get") else x for x in (decoded, targets))
-        present = (observed >= 0) & (observed != self.blank)
-        pairs = zip(read, observed, present, strict=True)
-        distances = np.array(
-            [_distance(ids[ids >= 0], labels[mask]) for ids, labels, mask in pairs]
-        )
-        xp, shape = array_module(best), (-1, 1) if best.shape[0] == len(read) else (1, -1)
-        numbers = present.sum(axis=1)
-        return xp.asarray(distances.reshape(shape)), xp.asarray(numbers.reshape(shape))
+        present = (targets >= 0) & (targets != self.blank)
+        examples, time, _ = self._order(values)
+        shape, numbers = (-1, 1) if examples < time else (1, -1), present.sum(axis=1)
+        distances = edit_distances(decoded, targets, numbers)
+        return distances.reshape(shape), numbers.reshape(shape)
 
     # -- the Fisher matrix, which has no closed form -----------------------------------------------
 
@@ -519,11 +515,25 @@ class _Recursions:
         return chosen
 
 
-def _distance(first: Array, second: Array) -> int:
-    """Return the least number of insertions, deletions and substitutions between sequences."""
-    places = np.arange(len(second) + 1)
-    row = places
-    for label in first:
-        changed = np.minimum(row[:-1] + (second != label), row[1:] + 1)
-        row = np.minimum.accumulate(np.concatenate([row[:1] + 1, changed]) - places) + places
-    return int(row[-1])
+def edit_distances(first: Array, second: Array, lengths: Array) -> Array:
+    """Return the least numbers of insertions, deletions and substitutions between sequences.
+
+    Args:
+        first: Labels, ``(n, labels)``, with negative numbers after the last label.
+        second: Labels, ``(n, labels)``, with any numbers after the last label.
+        lengths: Numbers of labels of the second sequences.
+    """
+    xp, width = array_module(first), second.shape[1]
+    places = xp.arange(width + 1)[None]
+    row = places + 0 * first[:, :1]  # distances of no label to the starts of the second sequence
+    for i in range(first.shape[1]):
+        label = first[:, i, None]
+        changed = xp.minimum(row[:, :-1] + (second != label), row[:, 1:] + 1)
+        new = xp.concatenate([row[:, :1] + 1, changed], axis=1) - places
+        shift = 1
+        while shift <= width:  # the least number up to each place
+            ahead = xp.concatenate([new[:, :shift], new[:, :-shift]], axis=1)
+            new, shift = xp.minimum(new, ahead), 2 * shift
+        row = xp.where(label >= 0, new + places, row)
+    distances: Array = xp.take_along_axis(row, lengths[:, None], axis=1)[:, 0]
+    return distances

@@ -92,7 +92,7 @@ needed. kfac_engine wrote the files from a model, and reads the trained state ba
 | `training.onnx` | a batch, `rate`, the state | {metrics}, `new NAME` for each state NAME |
 | `initial.onnx` | none | the first state |
 | `predict.onnx` | a batch, the weights | the outputs of the model |
-| `evaluate.onnx` | the outputs of `predict.onnx`, targets | sums of the loss and the accuracy |
+| `evaluate.onnx` | the outputs of `predict.onnx`, targets | sums of metrics |
 
 A step takes the state and returns the new one: the output `new NAME` replaces the input `NAME`.
 **An output without entries keeps the old state.** `rate` is the value of a schedule between 0 and

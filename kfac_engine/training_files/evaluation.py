@@ -16,11 +16,12 @@ from kfac_engine.training_files.parts import (
     EvaluationGraph,
     declared_value,
     hits_and_count,
+    label_errors_and_count,
     number_of,
 )
 
 PREFIX = "evaluate/"
-METRICS = ("loss", "accuracy")
+METRICS = ("loss", "accuracy", "label_error_rate")
 _FLOAT = np.dtype(np.float32)
 
 
@@ -79,9 +80,17 @@ def _outputs(batch: EvaluationGraph, losses: Sequence[Any]) -> dict[str, Symbol]
     outputs = {"loss sum": _vector(tape, [total for total, _ in sums])}
     if objective.reduction != "sum":
         outputs["loss count"] = _vector(tape, [count for _, count in sums])
-    if len(losses) == 1 and objective.terms[0].discrete:
-        hits, count = hits_and_count(objective.terms[0], batch, seen.terms[0], seen.terms[0])
-        outputs |= {"accuracy sum": _vector(tape, [hits]), "accuracy count": _vector(tape, [count])}
+    first, of_first = objective.terms[0], seen.terms[0]
+    of_metric: dict[str, tuple[Any, Any]] = {}
+    if len(losses) == 1 and first.discrete:
+        of_metric["accuracy"] = hits_and_count(first, batch, of_first, of_first)
+    if len(losses) == 1 and first.sequences:
+        of_metric["label_error_rate"] = label_errors_and_count(first, batch, of_first)
+    for metric, (total, count) in of_metric.items():
+        outputs |= {
+            f"{metric} sum": _vector(tape, [total]),
+            f"{metric} count": _vector(tape, [count]),
+        }
     possible = batch.has_possible_targets(objective)
     if possible is None:
         return outputs

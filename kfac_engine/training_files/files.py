@@ -199,8 +199,9 @@ class TrainingFiles:
     def evaluate(
         self, state: AnyState, batches: Iterable[tuple[Mapping[str, Array], Any]]
     ) -> dict[str, float]:
-        """Return the loss, and the accuracy where targets are classes, of the model as it predicts.
+        """Return the loss, and the accuracy or the label error rate, of the model as it predicts.
 
+        The accuracy belongs to targets that are classes, the label error rate to sequences.
         Dropouts drop nothing, and batch normalizations use their running statistics.
 
         Args:

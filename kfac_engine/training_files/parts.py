@@ -15,7 +15,7 @@ from kfac_engine.errors import UnsupportedError
 from kfac_engine.export.target_inputs import TargetInputs
 from kfac_engine.graph.passes.bodies import with_new_names
 from kfac_engine.graph.structure import Input, Node
-from kfac_engine.losses.base import LossFunction
+from kfac_engine.losses.base import LossFunction, weights_of
 from kfac_engine.losses.objective import BatchSize, Objective, Observation
 from kfac_engine.losses.observed import times
 from kfac_engine.recording.operations import Draws
@@ -249,6 +249,22 @@ def hits_and_count(
     counts = seen.counts if entries else np.squeeze(seen.counts, axis)
     total = whole.counts.sum().astype(_FLOAT) * (number / whole.counts.size)
     return times(hits, counts).sum(), total
+
+
+def label_errors_and_count(
+    loss: LossFunction, batch: EvaluationGraph, seen: Any
+) -> tuple[Any, Any]:
+    """Record the edit distances of predicted sequences, and the labels of their targets."""
+    values: Any = {name: batch[name] for name in loss.inputs}
+    weights = batch.weights(loss)
+    if weights is not None:  # the frames that count
+        values[weights_of(loss.require_target_name())] = weights
+    errors, labels = loss.label_errors(values, seen.labels)
+    if seen.counts is not None:
+        counts: Any = loss.of_predictions(values, seen.counts)
+        counts = np.squeeze(counts, loss.class_axis % counts.ndim)
+        errors, labels = (times(numbers.astype(_FLOAT), counts) for numbers in (errors, labels))
+    return errors.sum(), labels.sum()
 
 
 _SHAPED = ("RandomNormal", "RandomUniform")

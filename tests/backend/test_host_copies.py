@@ -24,7 +24,6 @@ COPIES = {
         "kfac_engine/cli/display.py",  # the text of a table
         "kfac_engine/compat/collection.py",  # the default collection
         "kfac_engine/datasets/shards.py",  # data of the user, which a checksum reads
-        "kfac_engine/losses/ctc.py",  # sequences, whose edits are counted
         "kfac_engine/losses/outliers.py",  # counts, for special functions of SciPy
         "kfac_engine/training/adaptive_lengths.py",  # a product for each matrix
     ),

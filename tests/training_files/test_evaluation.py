@@ -46,6 +46,13 @@ def bits(rng, n):
     return rng.integers(0, 2, (n, 2)).astype(np.float32)
 
 
+def sequences(rng, n):
+    """Up to two labels, and three to five frames that count."""
+    labels = np.where(np.arange(5) < rng.integers(0, 3, n)[:, None], rng.integers(1, 3, (n, 5)), -1)
+    frames = np.arange(5) < rng.integers(3, 6, n)[:, None]
+    return ke.Weighted(labels, frames.astype(np.float32))
+
+
 def both(rng, n):
     return {"logits": rng.integers(0, 3, n), "mean": rng.normal(size=(n, 2)).astype(np.float32)}
 
@@ -68,6 +75,7 @@ CASES = {
         lambda rng, n: rng.integers(0, 3, (n, 5)),
     ),
     "running statistics": (network("batch normalization"), "categorical", {}, {}, classes),
+    "sequences": (network("tokens"), "ctc", {}, {"weights": "targets"}, sequences),
     "bits": (sigmoid_output(), "multi_bernoulli", {}, {}, bits),
     "two losses": (two_outputs(), {"logits": "categorical", "mean": "normal"}, {}, {}, both),
 }

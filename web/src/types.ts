@@ -55,7 +55,7 @@ export interface AnySignature extends Signature {
   batch: Record<string, Values>;
   inputs: Record<string, Values>;
   outputs: Record<string, Data>;
-  metrics: { loss: number; accuracy?: number };
+  metrics: { loss: number; accuracy?: number; label_error_rate?: number };
 }
 
 /** Type and shape of an array; a text in a shape is a multiple of the number of examples. */
