@@ -13,8 +13,7 @@ import pytest
 
 import kfac_engine as ke
 from kfac_engine.backend import select
-from kfac_engine.backend.cuda import backend as cuda_backend
-from kfac_engine.backend.cuda import device
+from kfac_engine.backend.cuda import backend as cuda_backend, device
 from kfac_engine.backend.cuda.memory_space import CupyMemorySpace
 from kfac_engine.backend.memory_space import HOST
 from kfac_engine.bench.step_networks import resnet20

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from kfac_engine._types import Params
 from kfac_engine.arguments import whole
 from kfac_engine.backend.protocol import Backend
-from kfac_engine.curvature.approximations import KINDS, accepted
-from kfac_engine.curvature.approximations import row as row_of
+from kfac_engine.curvature.approximations import KINDS, accepted, row as row_of
 from kfac_engine.curvature.blocks.base import FisherBlock, Names, uses
 from kfac_engine.curvature.config import CollectionConfig
 from kfac_engine.curvature.factors.owner import FactorOwner

@@ -6,8 +6,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kfac_engine._types import Array
-from kfac_engine.curvature.products import CurvatureMatrixVectorProductComputer as _Computer
-from kfac_engine.curvature.products import TermWeight, Vectors
+from kfac_engine.curvature.products import (
+    CurvatureMatrixVectorProductComputer as _Computer,
+    TermWeight,
+    Vectors,
+)
 from kfac_engine.engine.batch_parts import TracedParts
 from kfac_engine.engine.batch_shards import BatchShards
 from kfac_engine.engine.build import Assembly

@@ -22,8 +22,7 @@ from kfac_engine.autodiff.activity import (
     straight_through,
     zero_notes,
 )
-from kfac_engine.autodiff.differentiate import Backward, needed
-from kfac_engine.autodiff.differentiate import differentiate as backward_graph
+from kfac_engine.autodiff.differentiate import Backward, differentiate as backward_graph, needed
 from kfac_engine.autodiff.second_order import joint_graph
 from kfac_engine.engine.loss_bindings import (
     LossChoices,

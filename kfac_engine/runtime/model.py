@@ -30,8 +30,7 @@ from kfac_engine.errors import BackendError
 from kfac_engine.graph.analysis.exporter_changes import find_ties, gathered, spread, tied
 from kfac_engine.graph.analysis.subgraph import SubGraph, of_constants
 from kfac_engine.graph.analysis.trainable import trainable_parameters
-from kfac_engine.graph.load import LoadedModel, ModelSource
-from kfac_engine.graph.load import load_model as load
+from kfac_engine.graph.load import LoadedModel, ModelSource, load_model as load
 from kfac_engine.graph.passes.embedding_bags import without_bag_loops
 from kfac_engine.graph.passes.upcast import GradientDType, in_types, result_types
 from kfac_engine.graph.structure import Fact, Graph, Node

@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 
-from kfac_engine.bench import jobs, ours
-from kfac_engine.bench import reference_step as reference
+from kfac_engine.bench import jobs, ours, reference_step as reference
 from kfac_engine.bench.step_networks import NETWORKS, classifier
 
 # Second differences in float64: the step's square, and rounding divided by the step. Kinks of ReLU

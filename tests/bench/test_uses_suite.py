@@ -5,8 +5,7 @@ from importlib import import_module
 import numpy as np
 import pytest
 
-from kfac_engine.bench import jobs, reference_step, uses
-from kfac_engine.bench import reference_uses as reference
+from kfac_engine.bench import jobs, reference_step, reference_uses as reference, uses
 from kfac_engine.bench.contenders import DEFINITION, OURS
 from kfac_engine.bench.measure import measure
 from kfac_engine.bench.processes import running

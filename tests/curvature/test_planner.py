@@ -4,8 +4,7 @@ import json
 from collections import Counter
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 import kfac_engine as ke
 from kfac_engine.curvature.schedule import POLICIES, Planner, Work, is_planner_state

@@ -5,8 +5,7 @@ The collectives of the threads check that all ranks have entered the same one.
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 import kfac_engine as ke
 from kfac_engine.curvature.schedule import POLICIES

@@ -8,8 +8,7 @@ import pytest
 
 import kfac_engine as ke
 from kfac_engine.distributed import messages
-from kfac_engine.engine import batch_shards
-from kfac_engine.engine import engine as engine_module
+from kfac_engine.engine import batch_shards, engine as engine_module
 from kfac_engine.engine.options import DISTRIBUTIONS
 from tests import models
 from tests.distributed.test_distributions import batches

@@ -1,8 +1,7 @@
 """Owners depend on names and loads alone, and divide the work of known models evenly."""
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from kfac_engine.curvature.schedule import POLICIES, Work
 from kfac_engine.distributed.owners import Load, loads, owners, slots, together

@@ -4,8 +4,7 @@ import tracemalloc
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from kfac_engine.curvature.estimation_modes import MODES
 from kfac_engine.distributed.shards import Placement, RowGenerator, RowRange

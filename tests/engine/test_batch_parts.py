@@ -10,8 +10,7 @@ from kfac_engine.engine.batch_passes import BatchPasses
 from tests import models
 from tests.distributed.threads import run
 from tests.models import parsed
-from tests.training import norm_net
-from tests.training import softmax_net as net
+from tests.training import norm_net, softmax_net as net
 
 N = 12
 CUTS = [0, 5, 6, 12]

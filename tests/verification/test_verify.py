@@ -14,8 +14,7 @@ from kfac_engine.backend.cpu.linear_algebra import NumpyLinearAlgebra
 from kfac_engine.engine import model_arrays
 from kfac_engine.losses.objective import Objective
 from kfac_engine.runtime.trace import Trace
-from kfac_engine.verification import exports, specimen
-from kfac_engine.verification import verify as verification
+from kfac_engine.verification import exports, specimen, verify as verification
 from kfac_engine.verification.checks import FAINT, MOST_TOLERANCE
 from tests import models
 from tests.engine.test_train_form import network

@@ -9,8 +9,7 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from kfac_engine.bench.training import suite as module
-from kfac_engine.bench.training import worker
+from kfac_engine.bench.training import suite as module, worker
 from kfac_engine.bench.training.records import Record, Records, revision
 from kfac_engine.bench.training.run import Outcome, Point, Run
 from kfac_engine.bench.training.suite import TrainingOptions, run_training

@@ -5,10 +5,8 @@ import pytest
 
 import kfac_engine as ke
 from kfac_engine.backend.cpu.backend import NumpyBackend
-from tests.curvature.blocks.test_ekfac import CASES as EKFAC
-from tests.curvature.blocks.test_ekfac import registered as ekfac
-from tests.curvature.blocks.test_grouped import CASES as GROUPED
-from tests.curvature.blocks.test_grouped import registered as grouped
+from tests.curvature.blocks.test_ekfac import CASES as EKFAC, registered as ekfac
+from tests.curvature.blocks.test_grouped import CASES as GROUPED, registered as grouped
 from tests.curvature.factors.test_named_factors import CASES, VALUES, draw, run
 from tests.lifecycle import observe
 
