@@ -37,6 +37,7 @@ from kfac_engine.bench.jobs import DAMPING, square_window
 from kfac_engine.bench.report import Form
 from kfac_engine.kernels.moments import mirror
 from kfac_engine.kernels.symmetric import Floor, narrow, widen
+from kfac_engine.training.rules import POLYNOMIAL, orthogonalize
 
 if TYPE_CHECKING:
     from kfac_engine.bench.peers.torch_gpu import TorchOnDevice
@@ -65,7 +66,8 @@ def kernel_works(backend: CupyBackend, sizes: Sizes) -> Iterator[Work]:
     counted = kernels(sizes)
     for case in (*_of_images(sizes), *_of_rows(sizes)):
         yield _compared(backend, case, counted[case.kernel])
-    for kernel, run, wanted in _of_matrices(backend, sizes.matrix):
+    matrices = _of_matrices(backend, sizes.matrix)
+    for kernel, run, wanted in (*matrices, *_of_layers(backend, sizes.channels)):
         yield Work(counted[kernel], run, check=_off(backend, run, wanted))
 
 
@@ -159,9 +161,45 @@ def _of_matrices(
         single: Array = narrow(backend.device, wide, np.float32)[0]
         return single
 
+    def inverted() -> Array:
+        return backend.linalg.begin_damped_inverses([stack[0]], [1.0])()[0]
+
+    yield "inverse", inverted, np.linalg.inv(damped)
     yield "mirror", mirrored, whole
     yield "widen", widened, damped
     yield "narrow", narrowed, damped
+
+
+def _of_layers(
+    backend: CupyBackend, channels: int
+) -> Iterator[tuple[str, Callable[[], Array], Array]]:
+    """Yield work on the filters of a network: kernel, run and expected result."""
+    d, count = 9 * channels, gpu_meter.FILTERS
+    x, y = normal(count, d, channels), normal(count, d, channels, seed=1)
+    A, G = factor(d), factor(channels)
+    V, W, left, right = map(backend.asarray, (x, y, A, G))
+    out: Array = backend.xp.empty_like(V)
+    many = backend.many
+
+    def combined() -> Array:
+        many.combine([(out[i], 0.9, V[i], 0.1, W[i]) for i in range(count)])
+        return out
+
+    def between() -> Array:
+        with many.gathered():
+            for i in range(count):
+                many.multiply_between(left, V[i], right, out[i], 1.0)
+        return out
+
+    def orthogonal() -> Array:
+        steps = [gpu_meter.ITERATIONS] * count
+        stack: Array = backend.xp.stack(many.orthogonalize([*V], POLYNOMIAL, steps, [*V]))
+        return stack
+
+    wide = x.astype(np.float64)
+    yield "combined", combined, 0.9 * wide + 0.1 * y
+    yield "between", between, A @ wide @ G
+    yield "orthogonal", orthogonal, orthogonalize(wide, iterations=gpu_meter.ITERATIONS, bound=True)
 
 
 def _zeros(*shape: int) -> Array:

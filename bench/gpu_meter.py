@@ -152,6 +152,7 @@ def kernels(sizes: Sizes) -> Mapping[str, Counted]:
     rows, d, square = n * side**2, 9 * channels, matrix**2
     x, size = _FLOAT * rows * channels, f"{n}×{channels}×{side}², 3×3"
     half = _FLOAT * square // 2  # one triangle
+    filters, layers = _FLOAT * FILTERS * d * channels, f"{FILTERS} filters {d} × {channels}"
     return {
         "moment": Counted(f"A with its border, {size}", 13.0 * rows * channels**2,
                           x + 2 * _FLOAT * (d + 1) ** 2),
@@ -169,8 +170,16 @@ def kernels(sizes: Sizes) -> Mapping[str, Counted]:
         "ids": Counted(f"{sizes.ids} identifiers of {sizes.words}", 0.0,
                        _DOUBLE * sizes.ids + _FLOAT * sizes.words),
         "average": Counted(f"average of {matrix}²", 0.0, 3 * _FLOAT * square),
+        "combined": Counted(f"sums of two, {layers}", 0.0, 3.0 * filters),
+        "between": Counted(f"{layers}, preconditioned",
+                           float(FILTERS * d * channels * (d + channels)),
+                           2 * filters + _FLOAT * (d * d + channels**2)),
+        "orthogonal": Counted(f"{layers}, orthogonalized",
+                              float(FILTERS * ITERATIONS * channels**2 * (2 * d + channels)),
+                              2.0 * filters),
         "norms": Counted(f"sum of squares of {matrix}²", 0.0, _FLOAT * square),
         "finite": Counted(f"whether {matrix}² is finite", 0.0, _FLOAT * square),
+        "inverse": Counted(f"inverse, {matrix}²", 0.5 * matrix**3, 2 * _FLOAT * square),
         "mirror": Counted(f"mirror, {matrix}²", 0.0, 2 * half),
         "widen": Counted(f"widened, damped and described, {matrix}²", 0.0,
                          half + _DOUBLE * square),
@@ -189,6 +198,8 @@ def _input_products(layer: Layer, batch: int) -> float:
 # Larger than the caches of devices: a run finds no data of an earlier run in them.
 _FLUSH_BYTES = 256 << 20
 _ROUNDS = 10
+# Number of filters that are updated together, and of their Newton–Schulz iterations.
+FILTERS, ITERATIONS = 20, 5
 # Runs on an idle device, for the time of the host.
 _LAUNCHES = 3
 # Time by which the launch of a fill is shorter than the fill, at 4 TB/s, and the least number of

@@ -72,6 +72,47 @@ class LinearAlgebra(Protocol):
         """
 
 
+class ManyArrays(Protocol):
+    """Operations on many small arrays of a device at once, because each call takes time.
+
+    Arrays are contiguous and of one floating-point type unless stated otherwise. Arrays that are
+    written are in the memory of no other argument, or equal to one of them.
+    """
+
+    def inner_products(self, pairs: Sequence[tuple[Array, Array]]) -> list[float]:
+        """Return the inner product of each pair, computed in float64; the device is read once."""
+
+    def combine(self, combinations: Sequence[tuple[Array, float, Array, float, Array]]) -> None:
+        """Write ``a·x + b·y`` to ``out`` for each ``(out, a, x, b, y)``."""
+
+    def multiply_between(
+        self, left: Array, V: Array, right: Array, out: Array, scale: float
+    ) -> bool:
+        """Write ``scale·left·V·right`` to ``out``, and return whether the matrices are small.
+
+        For other matrices or types, nothing is computed. The matrices have any strides; ``V`` and
+        ``out`` may have two axes of rows. Inside ``run_parallel``, the result is defined at its
+        end.
+        """
+
+    def orthogonalize(
+        self,
+        matrices: Sequence[Array],
+        polynomial: tuple[float, float, float],
+        iterations: Sequence[int],
+        along: Sequence[Array],
+    ) -> list[Array]:
+        """Return matrices after iterations ``a·X + b·X Xᵀ X + c·(X Xᵀ)² X``, as new arrays.
+
+        The iterations of each matrix start from the matrix divided by its Frobenius norm and by the
+        root of the norm of ``X Xᵀ``. A matrix is returned unchanged where its result has no
+        positive inner product with the array of ``along``. All are float32.
+        """
+
+    def fits(self, matrix: Array) -> bool:
+        """Return whether a matrix has the type and the size for ``orthogonalize``."""
+
+
 class Backend(Protocol):
     """The operations of one array library."""
 
@@ -85,6 +126,10 @@ class Backend(Protocol):
     @property
     def linalg(self) -> LinearAlgebra:
         """Batched linear algebra on arrays of this library."""
+
+    @property
+    def many(self) -> ManyArrays | None:
+        """Operations on many arrays at once; None if calls take no time."""
 
     # -- memory -----------------------------------------------------------------------------------
 

@@ -151,6 +151,29 @@ class Packing:
             weight = weight.transpose(layout.read).reshape(shape)
         return weight.T if layout.outputs_first else weight
 
+    def rows_in_place(self, weight: Array) -> Array | None:
+        """Return ``rows`` as a view, with one or two axes of rows; None if there is none."""
+        plain = self.plain_matrix(weight)
+        if plain is None or weight.ndim == 2 or not _LAYOUTS[self.weight_format].outputs_first:
+            return plain if plain is None or weight.ndim > 2 else self.rows(weight, "")
+        view: Array = weight.reshape(*weight.shape[:2], -1).transpose(2, 1, 0)
+        return view
+
+    def plain_matrix(self, weight: Array) -> Array | None:
+        """Return the only matrix of a weight or its transpose, as a view, with inputs in any order.
+
+        There is none for several matrices, for columns of several axes, and for other strides.
+        """
+        axes = _LAYOUTS[self.weight_format]
+        if not self.one_matrix or self.column_axis is None or not weight.flags.c_contiguous:
+            return None
+        plain: Array = (
+            weight.reshape(len(weight), -1)
+            if axes.outputs_first
+            else weight.reshape(-1, weight.shape[-1])
+        )
+        return plain
+
     def empty_parts(
         self, parts: Sequence[Array], dtype: DType, xp: ModuleType
     ) -> tuple[Array, ...]:

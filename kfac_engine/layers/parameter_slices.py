@@ -361,6 +361,11 @@ class Piece:
         assert self.packing is not None, "vectors have no matrices"
         return self.packing.matrices(self.part.read(array), array_module(array), copy=copy)
 
+    def plain_matrix(self, array: Array) -> Array | None:
+        """Return the only matrix of the weight as a view: see ``Packing.plain_matrix``."""
+        assert self.packing is not None, "vectors have no matrices"
+        return self.packing.plain_matrix(array) if self.part.index is None else None
+
     def divided(self, shape: tuple[int, ...], columns: Sequence[Array]) -> tuple["Piece", ...]:
         """Divide the matrices of the weight, a parameter of ``shape``, by columns.
 

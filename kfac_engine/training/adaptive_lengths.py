@@ -5,7 +5,7 @@ follows from the agreement of the next gradient with the last update: an update 
 was short.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from math import inf, log, sqrt
@@ -15,6 +15,7 @@ import numpy as np
 
 from kfac_engine._types import Array
 from kfac_engine.backend.namespace import array_module, is_recorded, on_device
+from kfac_engine.backend.protocol import ManyArrays
 from kfac_engine.curvature.blocks.base import FisherBlock, uses
 from kfac_engine.engine.engine import Engine
 from kfac_engine.graph.structure import RELAYS
@@ -25,6 +26,7 @@ from kfac_engine.training.feature_bounds import POWERS, FeatureBounds, feature_b
 from kfac_engine.training.kfac_updates import Move, StepInputs, natural_gradients, quadratic_change
 from kfac_engine.training.optimizer import Rate, SlotArrays, evaluated_rate
 from kfac_engine.training.rules import (
+    POLYNOMIAL,
     AdaptiveMoments,
     MatMul,
     largest_singular_values,
@@ -37,6 +39,7 @@ from kfac_engine.training.vectors import (
     Zeros,
     block_of,
     combine,
+    combine_all,
     groups,
     joined,
     separated,
@@ -279,13 +282,19 @@ class AdaptiveLengthUpdate:
             For each group of several parameters, the gradients and the averages.
         """
         old, new, grouped = step.slots["momentum"], step.new_slots["momentum"], {}
+        averages: list[tuple[Array, Any, Array, Any, Array]] = []
         for names, gradient in joint.items():
             mean = block_of(new, names)
             decay = of_weights if names[0] in self.groups else self.momentum
-            combine(mean, decay, block_of(old, names), 1 - decay, gradient)
+            averages.append((mean, decay, block_of(old, names), 1 - decay, gradient))
             if names[1:]:
                 grouped[names] = gradient, mean
+        combine_all(averages, self._many(joint.values()))
         return grouped
+
+    def _many(self, arrays: Collection[Array]) -> ManyArrays | None:
+        """Return the operations on many arrays of a device; None unless the arrays are there."""
+        return self.engine.collection.backend.many if all(map(on_device, arrays)) else None
 
     def _measured(
         self, step: StepInputs, gradients: Vector, natural: Vector, means: Vector, onward: Any
@@ -343,19 +352,32 @@ class AdaptiveLengthUpdate:
             The inner products for each pair. A device is read once.
         """
         slopes = step.slots["slope"]
+        many = self._many([*pairs[0][1].values()])
         results: list[dict[str, Any]] = [
             {
-                name: np.vdot(left[name], p)
-                if slopes[name].ndim == 0  # one matrix
-                else _inner_products(self.units.weights[name], left[name], p)
+                name: _inner_products(self.units.weights[name], left[name], p)
+                if slopes[name].ndim  # several matrices
+                else None
+                if many is not None
+                else np.vdot(left[name], p)
                 for name, p in right.items()
             }
             for left, right in pairs
         ]
-        if any(map(on_device, pairs[0][1].values())):
-            every = [products for pair in results for products in pair.values()]
-            on_host = iter(self.engine.collection.backend.download(every))
-            results = [{name: next(on_host) for name in pair} for pair in results]
+        if many is not None:
+            single = [
+                (left[name], right[name])
+                for (left, right), products in zip(pairs, results, strict=True)
+                for name, product in products.items()
+                if product is None
+            ]
+            several = [p for products in results for p in products.values() if p is not None]
+            of_single = iter(many.inner_products(single) if single else ())
+            of_several = iter(self.engine.collection.backend.download(several) if several else ())
+            results = [
+                {n: next(of_single if p is None else of_several) for n, p in products.items()}
+                for products in results
+            ]
         every_length = self.together.lengths
         return [
             {n: _numbers(pair, n, block_of(slopes, n).size) for n in every_length}
@@ -420,6 +442,7 @@ class AdaptiveLengthUpdate:
         large = (name for name in natural if self.sides[name] >= _SMALLEST_SIDE)
         numbers = {name: self._iterations(name, examples) for name in large}
         iterations = {name: n for name, n in numbers.items() if not isinstance(n, int) or n}
+        directions |= self._at_once(natural, ahead, iterations)
         if not iterations:
             return directions
         matrices = {name: weights[name].matrices(natural[name]) for name in iterations}
@@ -437,6 +460,23 @@ class AdaptiveLengthUpdate:
             parts = separated(chosen.reshape(-1), like) if names[1:] else {names[0]: chosen}
             directions |= {n: weights[n].array(part, natural[n]) for n, part in parts.items()}
         return directions
+
+    def _at_once(
+        self, natural: Vector, ahead: Vector, iterations: dict[str, Any]
+    ) -> dict[str, Array]:
+        """Return the directions of small matrices of a device, and remove them from ``iterations``.
+
+        Their rows are in the order of memory, which does not matter.
+        """
+        many = self._many([*natural.values()])
+        if many is None:
+            return {}
+        plain = {n: self.units.weights[n].plain_matrix(natural[n]) for n in iterations}
+        chosen = {n: m for n, m in plain.items() if m is not None and many.fits(m)}
+        numbers = [iterations.pop(name) for name in chosen]
+        along = [ahead[name].reshape(m.shape) for name, m in chosen.items()]
+        equal = many.orthogonalize([*chosen.values()], POLYNOMIAL, numbers, along) if chosen else ()
+        return {n: m.reshape(natural[n].shape) for n, m in zip(chosen, equal, strict=True)}
 
     def _iterations(self, name: str, examples: Any) -> Any:
         """Return the number of Newton–Schulz iterations of a weight, or a recorded number."""
@@ -542,6 +582,7 @@ class AdaptiveLengthUpdate:
     ) -> None:
         """Write the new values of the weights in place of their gradients ``values``."""
         shrunk = 1 - step.rate * step.decay * self.weight_decay
+        moves: list[tuple[Array, Any, Array, Any, Array]] = []
         for name, weight in self.units.weights.items():
             size, direction = sizes[name], natural[name]
             if size.ndim == 0:  # one matrix
@@ -550,7 +591,8 @@ class AdaptiveLengthUpdate:
                 scales = array_module(direction).asarray(size, direction.dtype)[:, None, None]
                 direction = weight.array(scales * weight.matrices(direction), direction)
                 factor = -1.0
-            combine(values[name], factor, direction, shrunk, parameters[name])
+            moves.append((values[name], factor, direction, shrunk, parameters[name]))
+        combine_all(moves, self._many([*natural.values()]) if moves else None)
 
 
 def _without_gradients(step: StepInputs, goes_back: Any) -> StepInputs:

@@ -23,7 +23,7 @@ MatMul: TypeAlias = Callable[[Array, Array], Array]
 # Coefficients of the Newton–Schulz polynomial a·X + b·X Xᵀ X + c·(X Xᵀ)² X, and its iterations:
 # K. Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks". They move
 # singular values in (0, 1] close to 1 in few iterations, and do not converge to 1.
-_POLYNOMIAL = (3.4445, -4.7750, 2.0315)
+POLYNOMIAL = (3.4445, -4.7750, 2.0315)
 _ITERATIONS = 5
 _TINY = 1e-7
 # Power iterations for the largest singular value.
@@ -174,7 +174,7 @@ def orthogonalize(
     Frobenius norm, in place of ``‖X‖``. Both norms bound the largest singular value, the first one
     more closely, so that one iteration less is needed.
     """
-    a, b, c = _POLYNOMIAL
+    a, b, c = POLYNOMIAL
     norm = np.linalg.norm(matrices, axis=(-2, -1), keepdims=True)
     X: Array = matrices / (norm + (_TINY if not bound else norm == 0))
     tall = X.shape[-2] > X.shape[-1]

@@ -15,6 +15,7 @@ from scipy.linalg import blas
 
 from kfac_engine._types import Array
 from kfac_engine.backend.namespace import array_module, is_recorded
+from kfac_engine.backend.protocol import ManyArrays
 
 Vector: TypeAlias = Mapping[str, Array]
 # Weights to the inner products of all their matrices, on one axis.
@@ -44,6 +45,20 @@ def combine(out: Array, factor: float, array: Array, other_factor: float, other:
     """Write ``factor · array + other_factor · other`` to ``out``, which may be ``array``."""
     np.multiply(array, factor, out=out)
     add_multiple(out, other_factor, other)
+
+
+def combine_all(
+    combinations: Sequence[tuple[Array, float, Array, float, Array]], many: ManyArrays | None
+) -> None:
+    """Call ``combine`` with each of the arguments, on a device in one launch if ``many`` is given.
+
+    Arrays of a device are contiguous and of one type.
+    """
+    if many is not None:
+        many.combine(combinations)
+        return
+    for arguments in combinations:
+        combine(*arguments)
 
 
 def dot(left: Vector, right: Vector) -> float:

@@ -34,7 +34,7 @@ def test_the_network_has_the_parameters_it_is_known_for() -> None:
 
 SUM = gpu_meter.Counted("a sum", 0.0, 1.0)
 LAYERS = Layer(2, 3, 3, 1, 4), Layer(3, 4, 1, 1, 4), Layer(4, 3, 1, 1, 1, True)
-SIZES = gpu_meter.Sizes(images=2, channels=3, side=4, matrix=40, ids=200, classes=5)
+SIZES = gpu_meter.Sizes(images=2, channels=3, side=4, matrix=140, ids=200, classes=5)
 
 
 @pytest.fixture
@@ -55,11 +55,12 @@ def test_each_case_is_measured_and_checked(meter: gpu_meter.Meter) -> None:
     assert [row.contender for row in rows[:9]] == [
         name for name in ("cupy", "cupy-fp32", "cupy-tf32") for _ in range(3)
     ]
-    # Inverses, gradients, eigenvectors, roots; twelve primitives, three ways of a matrix.
-    assert len(rows) == 9 + 4 + 12 + 3
+    # Inverses, gradients, eigenvectors, roots; twelve primitives, four ways of a matrix, three of
+    # filters.
+    assert len(rows) == 9 + 4 + 12 + 4 + 3
     assert all(row.error is not None and row.error < 1e-2 for row in rows)
     assert all(row.floor > 0 and row.host > 0 and row.ratio == 1 for row in rows)
-    assert len({row.case for row in rows[9:]}) == 19
+    assert len({row.case for row in rows[9:]}) == 23
     told = json.loads(json.dumps([asdict(row) for row in rows], allow_nan=False))
     page = bench_tables.page({"machine": {}, "suites": {"gpu": told}})
     assert page.count("| stand-in, compute capability 9.0") == len(rows)

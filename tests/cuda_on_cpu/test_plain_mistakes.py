@@ -10,10 +10,11 @@ from kfac_engine.backend.channel_groups import Accumulation
 from kfac_engine.backend.cuda import recursive_inverse
 from kfac_engine.backend.cuda.gram import GroupProducts, PatchMoments
 from kfac_engine.backend.window import Window
-from kfac_engine.kernels.finite import find_infinite
 from kfac_engine.kernels.groups import draw_classes, sum_examples
 from kfac_engine.kernels.launch import Device
 from kfac_engine.kernels.moments import mirror
+from kfac_engine.kernels.small_products import Product, small_products
+from kfac_engine.kernels.spans import find_infinite, multiply_pairs
 from kfac_engine.kernels.symmetric import Floor, narrow, widen
 from tests.backend.truths import patches
 from tests.cuda_on_cpu.module import ORDERS, compiler
@@ -137,6 +138,19 @@ def judged(device: Device) -> tuple[np.ndarray, np.ndarray]:
     return flags, np.array([1, 0])
 
 
+def paired(device: Device) -> tuple[np.ndarray, np.ndarray]:
+    found = multiply_pairs(device, [(MATRICES[0], MATRICES[1])]).sum(axis=1)
+    return found, np.vdot(MATRICES[0], MATRICES[1])[None]
+
+
+def multiplied(device: Device) -> tuple[np.ndarray, np.ndarray]:
+    """The second product begins after the tiles of the first one."""
+    left, right = MATRICES.astype(np.float32)
+    outs = [np.full((50, 50), np.nan, np.float32) for _ in range(2)]
+    small_products(device, [Product(left, right, outs[0]), Product(right, left, outs[1])])()
+    return np.stack(outs), np.stack([MATRICES[0] @ MATRICES[1], MATRICES[1] @ MATRICES[0]])
+
+
 def replaced(old: str, new: str) -> Callable[[str], str]:
     def change(code: str) -> str:
         assert old in code
@@ -187,14 +201,22 @@ MISTAKES = {
     "triangles, no barrier": ("leaf_inverse", barrier(3), triangles),
     "transposed block, no barrier": ("leaf_inverse", barrier(4), triangles),
     "finite, all but the last number": (
-        "finite",
+        "spans",
         replaced("i < span.numbers", "i + 1 < span.numbers"),
         judged,
     ),
     "finite, infinity passed over": (
-        "finite",
+        "spans",
         replaced("!(own[i] * (scalar)0 == (scalar)0)", "own[i] != own[i]"),
         judged,
+    ),
+    "pairs, no barrier": ("spans", barrier(1), paired),
+    "small products, first barrier": ("small_products", barrier(1), multiplied),
+    "small products, second barrier": ("small_products", barrier(2), multiplied),
+    "small products, the block of the next one": (
+        "small_products",
+        replaced("<= (int)blockIdx.x", "< (int)blockIdx.x"),
+        multiplied,
     ),
     "few features, no barrier": ("few_products", barrier(2), grouped),
     "few features, squares, no barrier": ("few_products", barrier(3), group_squares),

@@ -7,9 +7,15 @@ import pytest
 from kfac_engine.backend.cuda.gram import PatchMoments
 from kfac_engine.backend.window import Window
 from kfac_engine.kernels.averages import count_ids, update_average
-from kfac_engine.kernels.finite import find_infinite, sum_squares
 from kfac_engine.kernels.moments import mirror
 from kfac_engine.kernels.patches import write_patches
+from kfac_engine.kernels.small_products import Product, small_products
+from kfac_engine.kernels.spans import (
+    Combination,
+    combine,
+    find_infinite,
+    multiply_pairs,
+)
 from tests.backend import truths
 from tests.backend.geometries import CORNERS, STRIDED, Case
 from tests.cuda_on_cpu.device import ShimDevice
@@ -54,13 +60,74 @@ def test_find_infinite_flags_nonfinite_arrays(dtype: type, bad: float, order: st
 
 @each_order
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_sum_squares_equals_definition(dtype: type, order: str) -> None:
+def test_inner_products_equal_definition(dtype: type, order: str) -> None:
     rng = np.random.default_rng(0)
-    arrays = [rng.normal(size=size).astype(dtype) for size in (1, 600, 0, 200_003)]
-    arrays.append(np.array([np.inf, 1], dtype))
-    found = sum_squares(ShimDevice(order), arrays).sum(axis=1)
-    wanted = [np.sum(array.astype(np.float64) ** 2) for array in arrays]
-    np.testing.assert_allclose(found, wanted, rtol=1e-13)
+    pairs = [rng.normal(size=(2, size)).astype(dtype) for size in (1, 600, 0, 200_003)]
+    infinite = np.array([np.inf, 1], dtype)
+    *found, largest = multiply_pairs(
+        ShimDevice(order), [(x, y) for x, y in [*pairs, (infinite, infinite)]]
+    ).sum(axis=1)
+    assert largest == np.inf
+    wanted = [np.vdot(*pair.astype(np.float64)) for pair in pairs]
+    scales = [np.linalg.norm(x) * np.linalg.norm(y) or 1.0 for x, y in pairs]
+    np.testing.assert_allclose(
+        np.divide(found, scales), np.divide(wanted, scales), rtol=0, atol=1e-15
+    )
+
+
+@each_order
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_combinations_equal_definition(dtype: type, order: str) -> None:
+    rng = np.random.default_rng(0)
+    x, y, z, w = (rng.normal(size=size).astype(dtype) for size in (700, 700, 3, 0))
+    wanted = 0.5 * x - 2.0 * y, 3.0 * z * np.vdot(x, x) ** -0.25, 4.0 * y
+    device, outs = ShimDevice(order), [np.full_like(x, np.nan), z, y.copy()]
+    parts = multiply_pairs(device, [(w, w), (x, x)])
+    sums = [
+        Combination(outs[0], 0.5, x, -2.0, y),
+        Combination(outs[1], 3.0, z, row=1, exponent=-0.25),
+        Combination(w, 1.0, w, 1.0, w),
+        Combination(outs[2], 4.0, outs[2], row=0, exponent=-0.5),  # the sum is zero
+    ]
+    combine(device, sums, parts)()
+    for found, expected in zip(outs, wanted, strict=True):
+        # Two roundings of the terms and one of the sum.
+        np.testing.assert_allclose(found, expected, rtol=0, atol=30 * np.finfo(dtype).eps)
+
+
+@each_order
+def test_choice_follows_the_sign_of_the_product(order: str) -> None:
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(2, 700)).astype(np.float32)
+    device, outs = ShimDevice(order), np.full((3, 700), np.nan, np.float32)
+    parts = multiply_pairs(device, [(x, x), (x, -x), (x, 0 * x)])
+    choices = [Combination(outs[i], 0, x, 0, y, row=i) for i in range(3)]
+    combine(device, choices, parts, choose=True)()
+    np.testing.assert_array_equal(outs, [x, y, y])
+
+
+@each_order
+def test_small_products_equal_definition(order: str) -> None:
+    """Matrices of any shapes; rows of two axes, as of a filter; transposed views; old values."""
+    rng = np.random.default_rng(0)
+    draw = lambda *shape: rng.normal(size=shape).astype(np.float32)  # noqa: E731 (of this test)
+    weight, factor = draw(5, 7, 9), draw(63, 63)  # outputs, channels, taps
+    rows = weight.transpose(2, 1, 0)  # (taps, channels, outputs)
+    a, b, c, old = draw(70, 40), draw(33, 40), draw(3, 1), draw(3, 3)
+    outs = [np.full_like(weight, np.nan), np.full((70, 33), np.nan, np.float32), old.copy()]
+    products = [
+        Product(factor, rows, outs[0].transpose(2, 1, 0), 0.5),
+        Product(a, b.T, outs[1]),
+        Product(c, c.T, outs[2], 2.0, -1.0, outs[2]),
+    ]
+    small_products(ShimDevice(order), products)()
+    wanted = (
+        0.5 * (factor @ rows.reshape(63, 5)).reshape(rows.shape).transpose(2, 1, 0),
+        a @ b.T,
+        2.0 * (c @ c.T) - old,
+    )
+    for found, expected in zip(outs, wanted, strict=True):
+        np.testing.assert_allclose(found, expected, rtol=0, atol=1e-6 * np.abs(expected).max())
 
 
 @each_order

@@ -14,11 +14,12 @@ from kfac_engine.backend.cuda import recursive_inverse
 from kfac_engine.backend.cuda.gram import GroupProducts, PatchMoments
 from kfac_engine.backend.window import Window
 from kfac_engine.kernels.averages import count_ids, update_average
-from kfac_engine.kernels.finite import find_infinite
 from kfac_engine.kernels.groups import draw_classes, sum_examples
 from kfac_engine.kernels.launch import MACROS, Launch, options, source, variants
 from kfac_engine.kernels.moments import mirror
 from kfac_engine.kernels.patches import write_patches
+from kfac_engine.kernels.small_products import Product, small_products
+from kfac_engine.kernels.spans import find_infinite
 from kfac_engine.kernels.symmetric import Floor, narrow, widen
 
 COMPUTED = (np.float32, np.float16, ml_dtypes.bfloat16)
@@ -94,6 +95,7 @@ def launch_plain(device: Recorder) -> None:
     leaf = recursive_inverse._Inverse(device, np.zeros(1, np.int32))
     leaf(np.zeros((1, 3, 3)), np.zeros(0), 0)
     count_ids(device, np.zeros(5, np.int64), np.empty(3, np.int32))
+    small_products(device, [Product(*np.zeros((3, 2, 2), np.float32))])
     for dtype in (np.float32, np.float64):
         find_infinite(device, [np.zeros(5, dtype)], np.ones(1, np.int32))
         widen(device, np.zeros((1, 3, 3), dtype), np.zeros(1), Floor(0, 0))

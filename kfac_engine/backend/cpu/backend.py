@@ -45,6 +45,10 @@ class NumpyBackend:
     def linalg(self) -> NumpyLinearAlgebra:
         return self._linalg
 
+    @property
+    def many(self) -> None:
+        return None
+
     def working_bytes(self, copied: int, inverted: int, decomposed: int) -> tuple[int, bool]:
         # Float64, one matrix at a time: the damped matrix and its inverse; or the matrix, its
         # eigenvectors and LAPACK's workspace of twice its size.

@@ -18,16 +18,17 @@ from kfac_engine.backend.cpu.reductions import summed_in
 from kfac_engine.backend.cuda.device import CupyDevice
 from kfac_engine.backend.cuda.gram import GroupProducts, PatchMoments, as_entry_images, merge_axes
 from kfac_engine.backend.cuda.linear_algebra import CupyLinearAlgebra
+from kfac_engine.backend.cuda.many_arrays import CupyManyArrays
 from kfac_engine.backend.cuda.matrix_batches import MOST_COPIES
 from kfac_engine.backend.namespace import readable
 from kfac_engine.backend.threads import Task
 from kfac_engine.backend.window import Window, pointwise
 from kfac_engine.errors import ShapeError
 from kfac_engine.kernels.averages import count_ids, update_average
-from kfac_engine.kernels.finite import find_infinite, sum_squares
 from kfac_engine.kernels.groups import draw_classes, sum_examples
 from kfac_engine.kernels.moments import mirror
 from kfac_engine.kernels.patches import write_patches
+from kfac_engine.kernels.spans import find_infinite, multiply_pairs
 
 SCRATCH_BYTES = 256 << 20
 
@@ -69,6 +70,7 @@ class CupyBackend:
         if split is None or not self.device.tensor_cores:
             split = _SPLIT if self.device.tensor_cores else 0
         self.tf32 = split == 1
+        self._many = CupyManyArrays(self.device)
         self._linalg = CupyLinearAlgebra(self.device, scratch_bytes)
         self._moments = PatchMoments(self.device, scratch_bytes, split)
         self._groups = GroupProducts(self.device, scratch_bytes)
@@ -80,6 +82,10 @@ class CupyBackend:
     @property
     def linalg(self) -> CupyLinearAlgebra:
         return self._linalg
+
+    @property
+    def many(self) -> CupyManyArrays:
+        return self._many
 
     def working_bytes(self, copied: int, inverted: int, decomposed: int) -> tuple[int, bool]:
         del copied  # part of the reserved memory, which is never released
@@ -119,8 +125,9 @@ class CupyBackend:
         return [parts[i].reshape(array.shape) for i, array in enumerate(arrays)]
 
     def run_parallel(self, tasks: Sequence[Task]) -> None:
-        for task in tasks:  # the kernels of a task are launched while earlier kernels run
-            task.do()
+        with self._many.gathered():
+            for task in tasks:  # the kernels of a task are launched while earlier kernels run
+                task.do()
 
     def row_blocks(self, length: int, work: float) -> list[slice]:
         del work  # one kernel occupies the whole device
@@ -266,14 +273,15 @@ class CupyBackend:
 
     def squared_norms(self, arrays: Sequence[Array]) -> list[float]:
         launched, others = _by_type(arrays)
-        sums = [self._squared_norm(arrays[i]) for i in others]
-        for dtype, which in launched.items():
-            parts = sum_squares(self.device, [arrays[i] for i in which])
-            # Sums overflow where the sums of a CPU overflow.
-            sums.append(parts.sum(axis=1).astype(dtype))
+        sums = [self._squared_norm(arrays[i])[None, None] for i in others]
+        pairs = ([(arrays[i], arrays[i]) for i in which] for which in launched.values())
+        sums += (multiply_pairs(self.device, of_type) for of_type in pairs)
         order = [*others, *(i for which in launched.values() for i in which)]
-        numbers = (number for total in self.download(sums) for number in total.reshape(-1))
-        norms = dict(zip(order, map(float, numbers), strict=True))
+        totals = (total for parts in self.download(sums) for total in parts.sum(axis=1))
+        with np.errstate(over="ignore"):  # sums overflow where the sums of a CPU overflow
+            types = (summed_in(arrays[i].dtype).type for i in order)
+            numbers = [float(kind(total)) for kind, total in zip(types, totals, strict=True)]
+        norms = dict(zip(order, numbers, strict=True))
         return [norms[i] for i in range(len(arrays))]
 
     def are_finite(self, arrays: Sequence[Array]) -> Array:
@@ -331,7 +339,7 @@ class CupyBackend:
 
 
 def _by_type(arrays: Sequence[Array]) -> tuple[dict[str, list[int]], list[int]]:
-    """Return the indices of arrays that ``finite.cu`` reads, by type, and of the others."""
+    """Return the indices of arrays that ``spans.cu`` reads, by type, and of the others."""
     launched: dict[str, list[int]] = {}
     others = []
     for i, array in enumerate(arrays):

@@ -314,15 +314,21 @@ class KroneckerProductFB(FisherBlock):
         left, right = self._stored(exp)
         if left is None or right is None:
             return super().multiply_weight(weight, exp)
-        packing, matmul = self.form.packing, self._collection.backend.matmul
+        packing, backend = self.form.packing, self._collection.backend
         left = left[:-1, :-1] if packing.has_bias else left
+        scale, matmul = float(self.repeats) ** exp, backend.matmul
+        if backend.many is not None and (V := packing.rows_in_place(weight)) is not None:
+            natural: Array = backend.xp.empty_like(weight)
+            out = packing.rows_in_place(natural)
+            assert out is not None, "it has the strides of the weight"
+            if backend.many.multiply_between(left, V, right, out, scale):
+                return natural
         V = packing.rows(weight, self.params)
         # Both powers are symmetric: columns in a row of memory are rows of the transposed product.
         if V.flags.c_contiguous:
             product = matmul(matmul(left, V), right)
         else:
             product = matmul(matmul(right, V.T), left).T
-        scale = float(self.repeats) ** exp
         if scale != 1.0:
             product *= scale
         return packing.from_rows(product, weight)
