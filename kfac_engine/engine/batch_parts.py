@@ -103,7 +103,7 @@ class TracedParts:
         """Call a function with the evaluation of each part, one after the other."""
         for index, part in enumerate(self.parts):
             try:
-                trace = self._only or self.evaluate(*part)
+                trace = self.evaluate(*part) if self._only is None else self._only
                 if len(self.parts) == 1:
                     self._only = trace
                 do(trace)
