@@ -243,7 +243,7 @@ def _uncovered(engine: "ke.Engine") -> Iterator[str]:
             reasons.setdefault(layer.reason, []).extend(_names(layer))
     for reason, names in reasons.items():
         yield f"{', '.join(names)}: no layer, {reason}"
-    alone = engine.estimator.differentiated_alone
+    alone = engine.fisher.differentiated_alone
     if _model(engine).backward(engine.objective.inputs, alone).gradients:
         yield "without a layer: each update differentiates the examples one by one"
 
@@ -374,7 +374,7 @@ def choices(layers: "Sequence[ke.LayerReport]") -> dict[str, tuple[list[str], tu
 
 def _refresh_flops(engine: "ke.Engine") -> float:
     """Return the operations of a refresh; a factor of several layers counts once."""
-    return sum(work.cost for work in engine.estimator.refreshes.works)
+    return sum(work.cost for work in engine.fisher.works)
 
 
 def summary_values(engine: "ke.Engine") -> dict[str, object]:

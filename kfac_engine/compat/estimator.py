@@ -4,12 +4,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from kfac_engine._types import Array
+from kfac_engine._types import Array, Params, Vector
 from kfac_engine.compat.collection import get_default_layer_collection
-from kfac_engine.curvature import estimator as core
+from kfac_engine.curvature.block_products import Pairs, multiply_pairs
 from kfac_engine.curvature.collection import LayerCollection
-from kfac_engine.curvature.covariance_updates import ExampleGradients, Trace
 from kfac_engine.curvature.factors.base import FisherFactor
+from kfac_engine.curvature.fisher import Fisher
+from kfac_engine.curvature.sources import ExampleGradients, Trace
 from kfac_engine.errors import UnsupportedError
 
 
@@ -27,7 +28,7 @@ class _Round:
         return trace is self.trace and id(factor) not in self.done
 
 
-class FisherEstimator(core.FisherEstimator):
+class FisherEstimator(Fisher):
     """Estimates the block-diagonal Fisher matrix of a collection and multiplies by it.
 
     Args:
@@ -114,7 +115,7 @@ class FisherEstimator(core.FisherEstimator):
         Raises:
             UnsupportedError: The averages are divided among the processes of a communicator.
         """
-        if self.statistics.divided:
+        if self.divided:
             raise UnsupportedError(
                 "the processes of a communicator refresh factors together; call update_inverses() "
                 "on all of them."
@@ -138,8 +139,49 @@ class FisherEstimator(core.FisherEstimator):
         first = not self._round.done
         self.rng.bit_generator.state = self._round.generator
         try:
-            self.statistics.add((factor,), trace, self.cov_ema_decay if should_decay else 1.0)
+            decay = self.cov_ema_decay if should_decay else 1.0
+            self.accumulate(trace, 1.0, factors=(factor,), decay=decay)
         finally:
             if not first:  # the first factor of the pass has advanced the generator
                 self.rng.bit_generator.state = now
         self._round.done.add(id(factor))
+
+    # -- products -------------------------------------------------------------------------------
+
+    def multiply_matpower(self, exp: float, vecs_and_vars: Pairs) -> list[tuple[Vector, Params]]:
+        """Return the damped matrix to the power ``exp`` times a vector.
+
+        Args:
+            exp: 1, or one of ``exps``.
+            vecs_and_vars: Pairs of an array and its parameter, for all registered parameters.
+
+        Returns:
+            Pairs in the same order.
+
+        Raises:
+            InputError: A registered parameter is missing, or one is not registered.
+            UnknownNameError: The power is not in ``exps``.
+        """
+        return multiply_pairs(self._collection, vecs_and_vars, self.matpower_product(exp))
+
+    def multiply(self, vecs_and_vars: Pairs) -> list[tuple[Vector, Params]]:
+        """Return the damped matrix of the current averages times a vector."""
+        return self.multiply_matpower(1, vecs_and_vars)
+
+    def multiply_inverse(self, vecs_and_vars: Pairs) -> list[tuple[Vector, Params]]:
+        """Return the inverse of the damped matrix, as of the last refresh, times a vector."""
+        return self.multiply_matpower(-1, vecs_and_vars)
+
+    def multiply_cholesky(
+        self, vecs_and_vars: Pairs, transpose: bool = False
+    ) -> list[tuple[Vector, Params]]:
+        """Return ``B v`` with the Cholesky factor ``B`` of the damped matrix, or ``Bᵀ v``."""
+        product = self.cholesky_product(transpose)
+        return multiply_pairs(self._collection, vecs_and_vars, product)
+
+    def multiply_cholesky_inverse(
+        self, vecs_and_vars: Pairs, transpose: bool = False
+    ) -> list[tuple[Vector, Params]]:
+        """Return ``B⁻¹ v`` with the Cholesky factor ``B`` of the damped matrix, or ``B⁻ᵀ v``."""
+        product = self.cholesky_inverse_product(transpose)
+        return multiply_pairs(self._collection, vecs_and_vars, product)

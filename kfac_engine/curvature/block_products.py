@@ -4,11 +4,12 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeAlias
 
-from kfac_engine._types import Params, Rows, Vector
+from kfac_engine._types import Array, Params, Rows, Vector, entries
+from kfac_engine.backend.protocol import Backend
 from kfac_engine.backend.threads import Task
 from kfac_engine.curvature.blocks.base import FisherBlock, parts, uses
 from kfac_engine.curvature.collection import LayerCollection
-from kfac_engine.errors import InputError, ShapeError
+from kfac_engine.errors import InputError, NonFiniteError, ShapeError
 
 # Vectors over the parameters of a collection.
 Pairs: TypeAlias = Sequence[tuple[Vector, Params]]
@@ -61,6 +62,19 @@ def multiply(
         tasks.append(Task(block.work, partial(multiply_block, present, block, vector)))
     collection.backend.run_parallel(tasks)
     return {name: products[name] for name in vectors if name in products}
+
+
+def check_products(products: Mapping[str, Array | Rows], backend: Backend, exp: float) -> None:
+    """Refuse natural gradients that are not finite; ``exp`` is the power of the Fisher matrix."""
+    finite = backend.download([backend.are_finite([entries(p) for p in products.values()])])[0]
+    if finite.all():
+        return
+    for name, good in zip(products, finite, strict=True):
+        if not good:
+            raise NonFiniteError(
+                f"the gradient of '{name}' times the Fisher matrix to the power {exp:g} overflows; "
+                f"raise the damping, or check the gradient and the data for huge numbers."
+            )
 
 
 def multiply_pairs(

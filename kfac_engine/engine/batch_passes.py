@@ -12,6 +12,11 @@ from types import MappingProxyType
 from typing import NamedTuple, NoReturn
 
 from kfac_engine._types import Array, Rows, entries
+from kfac_engine.curvature.factors.base import FisherFactor
+from kfac_engine.curvature.factors.readers import Measurements, Update
+from kfac_engine.curvature.factors.row_weights import ExampleWeights
+from kfac_engine.curvature.fisher import Fisher
+from kfac_engine.curvature.sources import MeasuredBatch
 from kfac_engine.datasets.examples import Batch
 from kfac_engine.datasets.forms import is_array
 from kfac_engine.distributed.agreement import raised_by_all_ranks
@@ -302,6 +307,100 @@ class BatchPasses:
             with self.history.explain():
                 check_finite(arrays, self._model.memory_space)
         self.history.add(loss)
+
+    # -- statistics -------------------------------------------------------------------------------
+
+    def measure(
+        self,
+        fisher: Fisher,
+        traced: TracedParts,
+        gradients: dict[str, Array] | None = None,
+        examples: int | None = None,
+        *,
+        by_example: bool = True,
+    ) -> Update | None:
+        """Measure the statistics of the shard of a batch; no average changes before ``commit``.
+
+        Several parts are evaluated twice: the first pass counts their examples and predictions,
+        and the parts draw the random targets of the whole batch.
+
+        Args:
+            fisher: The averages.
+            traced: The batch.
+            gradients: The gradients of ``fisher.outputs``, if the caller has computed them.
+            examples: Number of examples of the batch, if the parts have only some of them. The
+                result is then None if no target of them counts for a loss that has others in the
+                latest batch.
+            by_example: Whether gradients of single examples are measured as well.
+        """
+        self._task.require_examples("statistics of curvature need")
+        if len(traced.parts) > 1:
+            return self._measure_parts(fisher, traced, examples, by_example=by_example)
+        trace = traced.only
+        seen = traced.seen or self._exchange(trace, examples)
+        if examples is not None and not seen.whole.absent <= self.absent:
+            return None
+        self._set_rows(fisher)
+        batch = self._to_measure(fisher, trace, seen)
+        release = trace.release if traced.releases else None
+        with self.explained(trace):
+            return fisher.measure(batch, release, gradients, by_example=by_example)
+
+    def _measure_parts(
+        self, fisher: Fisher, traced: TracedParts, examples: int | None, *, by_example: bool
+    ) -> Update | None:
+        """Measure a batch in parts; arguments and result are as for ``measure``."""
+        traced.count(self.shards, self._exchange, examples)
+        if examples is not None and not traced.size.absent <= self.absent:
+            return None
+        bits, alike = fisher.rng.bit_generator, traced.are_alike
+
+        def measured(bases: Sequence[FisherFactor] = ()) -> Measurements:
+            sums, rows = Measurements(), iter(traced.rows)
+            start = bits.state
+
+            def add(trace: Trace) -> None:
+                part, observation = next(rows), self._exchange(trace)
+                self._set_rows(fisher)
+                batch = self._to_measure(fisher, trace, observation.within(traced.size))
+                if alike:
+                    # Each part draws its rows of the numbers of the batch.
+                    bits.state, fisher.rows = start, part
+                with self.explained(trace):
+                    fisher.measure_part(sums, batch, bases, by_example=by_example)
+
+            try:
+                traced.each(add)
+            finally:
+                fisher.rows = None
+                self._set_rows(fisher)
+                if bases:
+                    bits.state = start
+            return sums
+
+        if bases := fisher.parts_of_bases:
+            fisher.set_bases(measured(bases))
+        return fisher.joined(measured(), traced.size.absent)
+
+    def _exchange(self, trace: Trace, examples: int | None = None) -> Observation:
+        """Exchange the sizes of shards, which determine the draws of random targets."""
+        return self.shards.exchange_sizes(trace, self.observe(trace, targets=False), examples)
+
+    def _set_rows(self, fisher: Fisher) -> None:
+        """Let statistics draw the rows of this process in the latest batch."""
+        if not self.shards.alone:
+            fisher.rows = self.shards.rows
+
+    def _to_measure(self, fisher: Fisher, trace: Trace, seen: Observation) -> MeasuredBatch:
+        """Return a part of a batch with the weights of its examples, None if all count alike."""
+        scales, weights = self.objective.fisher_scales(seen), None
+        rows = [observed.weights for observed in seen.terms]
+        if any(of_term is not None for of_term in rows):
+            pairs = zip(self.objective.terms, rows, strict=True)
+            weights = ExampleWeights.of(pairs, trace, seen.size.examples, fisher.sources.places)
+        return MeasuredBatch(trace, scales, weights, absent=seen.whole.absent)
+
+    # -- products ---------------------------------------------------------------------------------
 
     def curvature_products(
         self, batch: Trace | Sequence[Batch], examples: int | None = None

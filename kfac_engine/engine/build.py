@@ -24,9 +24,11 @@ from kfac_engine.compat.estimator import FisherEstimator
 from kfac_engine.curvature.approximations import KINDS, row
 from kfac_engine.curvature.blocks.base import uses
 from kfac_engine.curvature.factors.row_weights import ExamplePlaces
+from kfac_engine.curvature.fisher import Fisher
 from kfac_engine.datasets.examples import WEIGHTS, ExampleAxes
 from kfac_engine.distributed.agreement import Agreement
 from kfac_engine.distributed.protocol import Alone, Communicator
+from kfac_engine.distributed.shards import Placement
 from kfac_engine.engine.example_gradients import ExampleGradients
 from kfac_engine.engine.file_losses import TakenLoss, taken_loss
 from kfac_engine.engine.loss_bindings import LossBinding, LossOptions, bind_losses
@@ -137,20 +139,40 @@ class Assembly:
         stopped = straight_through(model.graph, model.facts, tuple(model.parameters))
         return (*self.task.notes, *form, *notes_of(model.left_out), *untrained, *stopped)
 
-    def request_values(self, estimator: FisherEstimator) -> None:
+    def request_values(self, fisher: Fisher) -> None:
         """Request the values that losses and statistics read from every forward pass."""
         layers, losses = self.discovery.layers, self.task.objective.inputs
         read = (name for layer in layers if layer.inputs for name in uses(layer.inputs))
         self.model.want([*losses, *read])
-        self.backwards(estimator)
+        self.backwards(fisher)
 
-    def backwards(self, estimator: FisherEstimator) -> tuple[Backward, ...]:
+    def backwards(self, fisher: Fisher) -> tuple[Backward, ...]:
         """Return the backward graphs of a step that updates statistics."""
-        parameters, read = tuple(self.model.parameters), estimator.differentiated
-        wrt = [(*parameters, *read)] if estimator.reads_gradients else [parameters, read]
+        parameters, read = tuple(self.model.parameters), fisher.differentiated
+        wrt = [(*parameters, *read)] if fisher.reads_gradients else [parameters, read]
         losses = self.task.objective.inputs
-        graphs = (*wrt, estimator.differentiated_alone)
+        graphs = (*wrt, fisher.differentiated_alone)
         return tuple(self.model.backward(losses, tuple(dict.fromkeys(n))) for n in graphs if n)
+
+    def draw_placements(self) -> dict[str, Placement]:
+        """Return the axis of the examples in the random numbers of each loss, by its name.
+
+        The model runs twice if an output has examples and positions on one axis.
+        """
+        task, model = self.task, self.model
+        places = {head.output: task.batch.places[head.output] for head in task.heads}
+        folded = [output for output, place in places.items() if place.repeats > 1]
+        orders: dict[str, bool | None] = {}
+        if folded:
+            orders = find_position_orders(model.graph, model.facts, folded, task.batch, task.inputs)
+        placements = {}
+        for loss, head in zip(task.objective.losses, task.heads, strict=True):
+            axis, rank = places[head.output].axis, len(model.facts[head.output].shape)
+            # Samples of classes have no class axis. An axis behind it is counted from the end.
+            if axis >= head.loss.class_axis % rank:
+                axis -= rank
+            placements[loss.name] = Placement(axis, orders.get(head.output, False))
+        return placements
 
 
 def _threads(chosen: int | None, communicator: Communicator | None) -> int:
@@ -216,21 +238,29 @@ def build(
         seed=options.seed,
         examples=ExampleGradients(model, task.objective, task.batch, task.inputs),
     )
-    axes = {name: place.axis for name, place in task.batch.places.items() if place.axis}
-    statistics, objective = estimator.statistics, task.objective
-    read = {name for layer in discovery.layers for name in uses(layer.outputs)}
-    statistics.places = ExamplePlaces(
-        axes | {**objective.axes},
-        frozenset(read - task.batch.places.keys() if task.batch.joint else ()),
-        cache(partial(_positions_first, model, task.batch, task.inputs, read)),
-    )
-    statistics.batch = objective.batch
-    statistics.reached = partial(_values_of_losses, model, objective)
+    _describe_model(estimator, assembly)
     model.passes.seed = options.seed
     model.move(available_memory_space(memory_space_of(backend)))
     assembly.request_values(estimator)
     return_freed_memory()
     return assembly, estimator
+
+
+def _describe_model(fisher: Fisher, assembly: Assembly) -> None:
+    """Tell a Fisher matrix where the parameters and the examples of a model are."""
+    model, task, discovery = assembly.model, assembly.task, assembly.discovery
+    fisher.slices, fisher.to_file = discovery.parts, model.to_file_layout
+    sources, batch, objective = fisher.sources, task.batch, task.objective
+    axes = {name: place.axis for name, place in batch.places.items() if place.axis}
+    read = {name for layer in discovery.layers for name in uses(layer.outputs)}
+    sources.places = ExamplePlaces(
+        axes | {**objective.axes},
+        frozenset(read - batch.places.keys() if batch.joint else ()),
+        cache(partial(_positions_first, model, batch, task.inputs, read)),
+    )
+    sources.batch = objective.batch
+    sources.placements = cache(assembly.draw_placements)
+    sources.reached = partial(_values_of_losses, model, objective)
 
 
 def _mode(chosen: str, task: Task, *, trains: bool) -> str:

@@ -10,20 +10,19 @@ Other averages are whole on all ranks: those that products read, and squares of 
 
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from itertools import chain, islice
 from math import fsum, sqrt
-from types import MappingProxyType
 from zlib import crc32
 
 import numpy as np
 
-from kfac_engine._types import Array, Rows, whole_arrays
+from kfac_engine._types import Array, Rows
 from kfac_engine.backend.protocol import Backend
-from kfac_engine.curvature.estimator import FisherEstimator
 from kfac_engine.curvature.factors.base import FisherFactor
 from kfac_engine.curvature.factors.measurement import Measurement, ToMeasure
+from kfac_engine.curvature.factors.readers import Update
 from kfac_engine.curvature.factors.refresh import (
     Compute,
     Division,
@@ -33,7 +32,7 @@ from kfac_engine.curvature.factors.refresh import (
     result_forms,
 )
 from kfac_engine.curvature.factors.statistics import Count
-from kfac_engine.curvature.factors.updater import Update
+from kfac_engine.curvature.fisher import Fisher
 from kfac_engine.curvature.refreshes import refresh_cost
 from kfac_engine.distributed.messages import Form, OwnedArrays
 from kfac_engine.distributed.owners import Load, owners
@@ -50,7 +49,7 @@ class Distribution(Division):
     Args:
         shards: The ranks.
         assembly: The model.
-        estimator: Its estimator.
+        fisher: Its Fisher matrix.
         reports: Returns a report for each layer with its block.
 
     Attributes:
@@ -61,16 +60,16 @@ class Distribution(Division):
         self,
         shards: BatchShards,
         assembly: Assembly,
-        estimator: FisherEstimator,
+        fisher: Fisher,
         reports: Callable[[], Iterable[LayerReport]],
     ) -> None:
         del reports
-        self._shards, self._assembly, self._estimator = shards, assembly, estimator
+        self._shards, self._assembly, self._fisher = shards, assembly, fisher
         self._communicator = shards.communicator
-        readers = Counter(id(a) for factor in estimator.factors for a in factor.averages)
+        readers = Counter(id(a) for factor in fisher.factors for a in factor.averages)
         self.divided = tuple(
             factor
-            for factor in estimator.factors
+            for factor in fisher.factors
             if factor.only_refreshes_read and readers[id(factor.average)] == 1
         )
         self._linear = frozenset(self.divided)
@@ -81,24 +80,8 @@ class Distribution(Division):
     # -- statistics -------------------------------------------------------------------------------
 
     def exchange_losses(
-        self,
-        loss: float,
-        update: Update | None,
-        gradients: Mapping[str, Array] = MappingProxyType({}),
+        self, loss: float, update: Update | None, gradients: Mapping[str, Array]
     ) -> tuple[float, float | None, Update | None]:
-        """Exchange losses and counts, after all ranks have differentiated and measured shards.
-
-        Args:
-            loss: The loss of the shard.
-            update: The measured shard, which no average has received; None if none is due.
-            gradients: The gradients of the shard.
-
-        Returns:
-            The loss of the batch, an upper bound of the norm of its gradient, None in one process,
-            and the share of this rank in the measured batch.
-        """
-        if self._shards.alone:
-            return loss, None, update
         self._empty_copies()
         norm = sqrt(fsum(self._backend.squared_norms(list(gradients.values()))))
         measured = {} if update is None else update.every
@@ -107,28 +90,26 @@ class Distribution(Division):
         return float(losses.sum()), float(norms.sum()), shares
 
     def combine(
-        self,
-        update: Update | None,
-        gradients: dict[str, Array] | None,
-        decay: float,
+        self, update: Update | None, gradients: dict[str, Array], decay: float
     ) -> Mapping[str, Array | Rows]:
-        """Update the averages, and sum the gradients over the ranks; see ``exchange_losses``.
-
-        ``gradients`` are the gradients of the shard and may be changed; ``decay`` is the weight of
-        the old averages. The result has those gradients of the batch that this rank preconditions.
-        If several ranks own a table, the result has only the rows of this rank.
-        """
-        gradients = gradients or {}
-        if self._shards.alone:
-            if update is not None:
-                update.commit(decay)
-            return gradients
         with self._shards.agreement.exchanging():
-            return self._combine(update, gradients, decay)
+            update = Update({}) if update is None else update
+            divided = update.of(self._linear)
+            whole = update.of({factor for factor in update.every if factor not in self._linear})
+            self._divide()
+            divided.commit(decay)
+            self._mark(divided=True)
+            moved = [*divided.every]
+            traces = [self._backend.xp.array(factor.measured_traces()) for factor in moved]
+            summed = [*(measurement.array for measurement in whole.measured.values()), *traces]
+            owned = self.sum_gradients(gradients, summed)
+            whole.commit(decay)
+            for factor, trace in zip(moved, self._backend.download(traces), strict=True):
+                factor.traces_of_average = trace
+            return owned
 
     def complete(self) -> None:
-        """Make all averages whole on all ranks; a collective call."""
-        if self._whole or self._shards.alone:
+        if self._whole:
             return
         agreement = self._shards.agreement
         with agreement.operation("complete", begins=True), agreement.exchanging():
@@ -137,7 +118,6 @@ class Distribution(Division):
         self._mark(divided=False)
 
     def restart(self) -> None:
-        """Continue from averages and results that were replaced on all ranks."""
         self._whole, self._copied = True, []
 
     def snapshot(self) -> Callable[[], None]:
@@ -151,15 +131,9 @@ class Distribution(Division):
     def refreshing(self) -> AbstractContextManager[None]:
         return self._shards.agreement.operation("update_inverses", begins=True, ends=True)
 
-    @contextmanager
-    def all_results(self) -> Iterator[None]:
-        """Return a context in which the first rank has the results of all refreshes."""
-        yield
-
     def over_ranks(
         self, measured: Mapping[FisherFactor, Measurement]
     ) -> Mapping[FisherFactor, Measurement]:
-        """Return the means of measurements over all ranks; a collective call."""
         _, totals = self._totals(measured)
         shares = {f: f.share(m, totals[f]) for f, m in measured.items()}
         with self._shards.agreement.exchanging():
@@ -191,25 +165,6 @@ class Distribution(Division):
             totals /= rows.count
         pairs = zip(measured, totals.tolist(), strict=True)
         return columns, {factor: Count(int(n), of_rows) for factor, (n, of_rows) in pairs}
-
-    def _combine(
-        self, update: Update | None, gradients: dict[str, Array], decay: float
-    ) -> Mapping[str, Array | Rows]:
-        """See ``combine``, for several ranks."""
-        update = Update({}) if update is None else update
-        divided = update.of(self._linear)
-        whole = update.of({factor for factor in update.every if factor not in self._linear})
-        self._divide()
-        divided.commit(decay)
-        self._mark(divided=True)
-        moved = [*divided.every]
-        traces = [self._backend.xp.array(factor.measured_traces()) for factor in moved]
-        summed = [*(measurement.array for measurement in whole.measured.values()), *traces]
-        owned = self.sum_gradients(gradients, summed)
-        whole.commit(decay)
-        for factor, trace in zip(moved, self._backend.download(traces), strict=True):
-            factor.traces_of_average = trace
-        return owned
 
     def _divide(self) -> None:
         """Let the first rank have the divided averages, and the others start from zero."""
@@ -245,30 +200,11 @@ class Distribution(Division):
         The gradients may be changed. The result is as for ``combine``.
         """
 
-    @abstractmethod
-    def owned(self, vectors: Mapping[str, Array | Rows]) -> Mapping[str, Array | Rows]:
-        """Return the vectors that this rank multiplies; ``combine`` returns such vectors."""
-
-    @abstractmethod
-    def gather(
-        self, gradients: Mapping[str, Array | Rows], shards: Mapping[str, Array]
-    ) -> dict[str, Array]:
-        """Return the gradients of all parameters for the whole batch, on all ranks.
-
-        ``gradients`` is the result of ``combine``. Only shapes and element types of ``shards``, the
-        gradients of the shard, are read.
-        """
-
-    @abstractmethod
-    def share(self, products: Mapping[str, Array | Rows], names: Sequence[str]) -> dict[str, Array]:
-        """Return the products of all ranks, on every rank; each has computed its own before.
-
-        ``products`` are those of the ``owned`` vectors, and ``names`` the parameters of all.
-        """
+    def multiplying(self) -> AbstractContextManager[None]:
+        return self._shards.agreement.operation("products", ends=True)
 
     @property
     def ranks(self) -> int:
-        """Number of ranks."""
         return self._communicator.size
 
     def _give_to_owners(
@@ -350,17 +286,6 @@ class Replicate(Distribution):
         for array, total in zip(others, totals, strict=True):
             array[...] = total
         return summed
-
-    def owned(self, vectors: Mapping[str, Array | Rows]) -> Mapping[str, Array | Rows]:
-        return vectors
-
-    def gather(
-        self, gradients: Mapping[str, Array | Rows], shards: Mapping[str, Array]
-    ) -> dict[str, Array]:
-        return whole_arrays(gradients)
-
-    def share(self, products: Mapping[str, Array | Rows], names: Sequence[str]) -> dict[str, Array]:
-        return whole_arrays(products)
 
     def hand_over(self, due: Sequence[FisherFactor]) -> Sequence[FisherFactor]:
         owners_of = self._owners(due)

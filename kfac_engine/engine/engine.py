@@ -1,17 +1,20 @@
 """K-FAC for one model: from a batch to preconditioned gradients.
 
 Read ``Engine.step`` first. It differentiates a batch (``batch_passes.py``), then measures, commits,
-refreshes and multiplies (``block_fisher.py``), as each step of a ``KfacOptimizer`` does.
+refreshes and multiplies (``curvature/fisher.py``), as each step of a ``KfacOptimizer`` does.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
 
 from kfac_engine._types import Array, whole_arrays
 from kfac_engine.arguments import flag, number, one_of, whole
+from kfac_engine.backend.threads import single_threaded_blas
 from kfac_engine.compat.estimator import FisherEstimator
 from kfac_engine.curvature.block_products import Product
+from kfac_engine.curvature.fisher import Fisher
 from kfac_engine.curvature.refreshes import factor_shapes
 from kfac_engine.curvature.schedule import Schedule
 from kfac_engine.datasets.examples import Batch
@@ -19,9 +22,9 @@ from kfac_engine.datasets.forms import is_array
 from kfac_engine.distributed.agreement import Agreement
 from kfac_engine.distributed.protocol import Alone
 from kfac_engine.engine.batch_parts import Inputs, parts_of
-from kfac_engine.engine.block_fisher import BlockFisher
 from kfac_engine.engine.build import Assembly, build
 from kfac_engine.engine.checkpoint import Accept, Expected, Extras, State, load_state, save_state
+from kfac_engine.engine.distribution import Distribution, Replicate
 from kfac_engine.engine.factors import Factors
 from kfac_engine.engine.loss_bindings import LossChoices
 from kfac_engine.engine.memory import Footprint, MemoryReport, unchecked
@@ -44,6 +47,8 @@ from kfac_engine.engine.report import (
     layer_reports,
 )
 from kfac_engine.engine.result import Result
+from kfac_engine.engine.rollback import Undo, quiet
+from kfac_engine.engine.shard import Shard
 from kfac_engine.engine.trainable_model import TrainableModel
 from kfac_engine.engine.validation import (
     check_blocks,
@@ -57,7 +62,11 @@ from kfac_engine.layers.parameter_slices import Piece
 from kfac_engine.losses.observed import Targets
 from kfac_engine.runtime.trace import Trace
 from kfac_engine.summary import Summarized, Summary
+from kfac_engine.system.deferred_signals import HeldInterrupts
 
+_DISTRIBUTIONS: Mapping[str, type[Distribution]] = {"replicate": Replicate, "shard": Shard}
+# The state that several processes compare with each batch.
+_STATE = "counters, random generators, dampings or schedules"
 # Gradients whose norms have a smaller sum cannot overflow when they are added.
 _LARGE_NORM = 1e30
 
@@ -77,7 +86,7 @@ class Engine(Summarized, TrainableModel):
     Attributes:
         collection: Layers, losses and blocks.
         estimator: Statistics and products.
-        fisher: The same over all processes; ``step`` measures, commits, refreshes and multiplies.
+        fisher: The same; ``step`` measures, commits, refreshes and multiplies.
         objective: Losses and reduction.
         example_axes: The axes of the examples in inputs and targets.
         counter: Number of calls of ``observe`` and ``step``.
@@ -98,10 +107,13 @@ class Engine(Summarized, TrainableModel):
         self.collection, self.estimator, self._exps = assembly.collection, estimator, tuple(exps)
         self._entries = ParameterEntries(assembly.discovery, self._model.parameters)
         self._factors = Factors(self._entries, self.collection)
-        self.fisher = BlockFisher(
-            assembly, estimator, self._passes, self._layer_reports, self._compared_settings
-        )
-        self.planner = estimator.refreshes.planner(schedule)
+        self.fisher: Fisher = estimator
+        self._shards.state = self._compared
+        if not self._shards.alone:
+            kind = _DISTRIBUTIONS[assembly.options.distribution]
+            division = kind(self._shards, assembly, estimator, self._layer_reports)
+            estimator.divide(division, division.divided)
+        self.planner = estimator.planner(schedule)
         self.counter = 0
         self._prepared = False
         self._standing_notes = (*assembly.notes, *large_factor_notes(self.layers))
@@ -133,7 +145,7 @@ class Engine(Summarized, TrainableModel):
             engine = cls(assembly, estimator, options.schedule or Schedule(), options.exps)
             check_ranks(engine._shards, assembly, engine._arrays.on_host()[0])
             if not engine._shards.alone:
-                engine.fisher.place_draws()
+                engine.fisher.sources.placements()
             engine._warn_of_export()
         return engine
 
@@ -150,12 +162,12 @@ class Engine(Summarized, TrainableModel):
         new value at once. Stored inverses use it from their next refresh;
         ``estimator.update_inverses()`` refreshes all of them.
         """
-        return self.estimator.damping
+        return self.fisher.damping
 
     @damping.setter
     def damping(self, value: float) -> None:
         check_damping(value, self._exps)
-        self.estimator.damping = value
+        self.fisher.damping = value
 
     @property
     def schedule(self) -> Schedule:
@@ -165,10 +177,26 @@ class Engine(Summarized, TrainableModel):
     @schedule.setter
     def schedule(self, value: Schedule) -> None:
         check_schedule(value)
-        refreshed, self.planner = self.planner.refreshed, self.estimator.refreshes.planner(value)
+        refreshed, self.planner = self.planner.refreshed, self.fisher.planner(value)
         self.planner.refreshed = refreshed
 
     # -- the line ----------------------------------------------------------------------------------
+
+    @contextmanager
+    def transaction(self, name: str) -> Iterator[Undo]:
+        """Return an ``Agreement.operation`` that changes the engine; an error undoes the changes.
+
+        The generator, the element types of averages, the running statistics, and protected averages
+        and inverses are restored. Ctrl-C takes effect at the end.
+        """
+        undo = Undo(self.fisher, self._model)
+        operation = self.agreement.operation(name)
+        with HeldInterrupts(), single_threaded_blas(), quiet(), operation:
+            try:
+                yield undo
+            except BaseException:  # of several processes, the one that fails has another error
+                undo.restore()
+                raise
 
     def prepare(self) -> None:
         """Build the sessions of ONNX Runtime for a step that updates statistics, once.
@@ -177,7 +205,7 @@ class Engine(Summarized, TrainableModel):
         call before the first step moves the time for building sessions out of that step.
         """
         if not self._prepared:
-            for backward in self._assembly.backwards(self.estimator):
+            for backward in self._assembly.backwards(self.fisher):
                 if backward.gradients:
                     self._model.backward_session(backward)
             self._prepared = True
@@ -214,7 +242,7 @@ class Engine(Summarized, TrainableModel):
             NonFiniteError: The batch yields NaN or infinity; no state has changed.
         """
         clock = StageClock(memory=flag("profile", profile))
-        with self.fisher.transaction("step") as undo:
+        with self.transaction("step") as undo:
             one_of("gradients", gradients, GATHERINGS)
             parts = self.parts(inputs, targets)
             self.require_memory(parts)
@@ -228,7 +256,7 @@ class Engine(Summarized, TrainableModel):
                 backward = passes.gradients(traced, moves, outputs=fisher.outputs if due else None)
             fisher.wait()
             with clock("statistics"):
-                update = fisher.measure(traced, backward.outputs) if due else None
+                update = passes.measure(fisher, traced, backward.outputs) if due else None
             del traced  # activations
             every = backward.gradients
             loss, bound, update = fisher.agree(backward.loss, update, every)
@@ -241,9 +269,9 @@ class Engine(Summarized, TrainableModel):
             passes.record(loss, owned if (bound or 0.0) > _LARGE_NORM else {})
             in_file = self._model.to_file_layout(whole_arrays(owned))
             with clock("precondition"):
-                natural = fisher.multiply_matpower(owned, exp, tuple(every))
+                natural = fisher.multiply_power(owned, exp, tuple(every))
             if gradients == "all":
-                in_file = self._model.to_file_layout(fisher.distribution.gather(owned, every))
+                in_file = self._model.to_file_layout(fisher.division.gather(owned, every))
             self._advance()
             self._model.buffers.update(backward.buffers)
             notes = (*self._standing_notes, *backward.notes)
@@ -263,7 +291,7 @@ class Engine(Summarized, TrainableModel):
             InputError: Inputs or targets are wrong; see ``trace`` for other errors.
             NonFiniteError: The batch yields NaN or infinity; no state has changed.
         """
-        with self.fisher.transaction("observe"):
+        with self.transaction("observe"):
             parts = self.parts(inputs, targets)
             self.require_memory(parts)
             labeled = all(getattr(t, "targets", t) is not None for _, t in parts)
@@ -272,7 +300,7 @@ class Engine(Summarized, TrainableModel):
                 self._passes.check_losses(traced)
             fisher.wait()
             if self.planner.observes(self.counter):
-                update = fisher.measure(traced)
+                update = self._passes.measure(fisher, traced)
             with self.agreement.operation("move", ends=True):
                 _, _, update = fisher.agree(0.0, update)
                 fisher.commit(update)
@@ -301,10 +329,36 @@ class Engine(Summarized, TrainableModel):
             InputError: The estimation mode ``"empirical"`` needs targets, and the trace has none.
             NonFiniteError: The batch yields NaN or infinity; no state has changed.
         """
-        with self.fisher.transaction("update_statistics"):
+        with self.transaction("update_statistics"):
             self.require_memory(trace)
-            batch = trace if isinstance(trace, Trace) else self.parts(trace)
-            return self.fisher.update(batch, examples)
+            return self.update_averages(
+                trace if isinstance(trace, Trace) else self.parts(trace), examples
+            )
+
+    def update_averages(
+        self,
+        batch: Trace | Sequence[Batch],
+        examples: int | None = None,
+        *,
+        decay: float | None = None,
+        by_example: bool = True,
+    ) -> bool:
+        """Measure a batch and commit its statistics, in a ``transaction`` of the caller.
+
+        Args:
+            batch: The evaluation of the batch, or its parts as ``parts`` returns them.
+            examples: As for ``update_statistics``, and so is the result.
+            decay: Weight of the old averages; None for the option ``ema_decay``.
+            by_example: Whether gradients of single examples are measured.
+        """
+        fisher, passes = self.fisher, self._passes
+        fisher.wait()
+        traced = passes.traced(batch)
+        update = passes.measure(fisher, traced, examples=examples, by_example=by_example)
+        if update is not None:
+            _, _, update = fisher.agree(0.0, update)
+            fisher.commit(update, decay=decay)
+        return update is not None
 
     # -- products ----------------------------------------------------------------------------------
 
@@ -328,7 +382,7 @@ class Engine(Summarized, TrainableModel):
         """
         with self._shards.computing("precondition"):
             number("exp", exp)
-            return self.fisher.multiply_matpower(self._checked(gradients), exp)
+            return self.fisher.multiply_power(self._checked(gradients), exp)
 
     def multiply_cholesky(
         self, vectors: Mapping[str, Array], transpose: bool = False
@@ -347,7 +401,7 @@ class Engine(Summarized, TrainableModel):
         Raises:
             KfacError: As for ``precondition``, or the option is not set.
         """
-        return self._multiply_root(vectors, self.estimator.cholesky_product, transpose, 0.5)
+        return self._multiply_root(vectors, self.fisher.cholesky_product, transpose, 0.5)
 
     def multiply_cholesky_inverse(
         self, vectors: Mapping[str, Array], transpose: bool = False
@@ -367,7 +421,7 @@ class Engine(Summarized, TrainableModel):
         Raises:
             KfacError: As for ``multiply_cholesky``.
         """
-        root = self.estimator.cholesky_inverse_product
+        root = self.fisher.cholesky_inverse_product
         return self._multiply_root(vectors, root, transpose, -0.5)
 
     def synchronize(self) -> None:
@@ -378,7 +432,7 @@ class Engine(Summarized, TrainableModel):
         nothing to do.
         """
         with self.agreement.operation("synchronize"):
-            self.fisher.distribution.complete()
+            self.fisher.division.complete()
 
     # -- reports -----------------------------------------------------------------------------------
 
@@ -460,12 +514,12 @@ class Engine(Summarized, TrainableModel):
         The state consists of averages, inverses, counter, random generator, parameters and
         buffers; ``extras`` are stored with it. The first of several processes writes the file.
         """
-        with self.fisher.transaction("save"), self.agreement.operation("write", ends=True):
-            self.estimator.wait()
-            self.fisher.distribution.complete()
-            with self.fisher.distribution.all_results():
+        with self.transaction("save"), self.agreement.operation("write", ends=True):
+            self.fisher.wait()
+            self.fisher.division.complete()
+            with self.fisher.division.all_results():
                 if self._shards.communicator.rank == 0:
-                    save_state(path, self.estimator.factors, self._state(extras))
+                    save_state(path, self.fisher.factors, self._state(extras))
 
     def load(
         self, path: str | Path, *, parameters: bool = True, accept: Accept | None = None
@@ -482,14 +536,14 @@ class Engine(Summarized, TrainableModel):
         """
         check_load(parameters, accept)
         damping = None if accept else self.damping  # a caller with extras restores it
-        expected = Expected(self.estimator.rng, factor_shapes(self.collection), damping, accept)
-        with self.fisher.transaction("load"):
-            present = self.estimator.factors, *self._arrays.on_host()
+        expected = Expected(self.fisher.rng, factor_shapes(self.collection), damping, accept)
+        with self.transaction("load"):
+            present = self.fisher.factors, *self._arrays.on_host()
             with self.agreement.operation("read", ends=True):
                 state, restore_factors = load_state(path, *present, expected)
             restore_factors()
-            self.fisher.distribution.restart()
-            self.estimator.rng.bit_generator.state, self.counter = state.generator, state.counter
+            self.fisher.division.restart()
+            self.fisher.rng.bit_generator.state, self.counter = state.generator, state.counter
             self._model.passes.count = state.passes
             self.planner.restore(state.planner)
             if parameters:
@@ -499,9 +553,11 @@ class Engine(Summarized, TrainableModel):
 
     # -- private -----------------------------------------------------------------------------------
 
-    def _compared_settings(self) -> str:
-        """Return what all processes have alike in a call; see ``BlockFisher``."""
-        return f"{self.counter} {self.damping} {self.schedule} {self.estimator.cov_ema_decay}"
+    def _compared(self) -> Mapping[str, str]:
+        """Return what all processes must have alike in a call, by name."""
+        fisher = self.fisher
+        settings = f"{self.counter} {self.damping} {self.schedule} {fisher.cov_ema_decay}"
+        return {_STATE: f"{settings} {fisher.rng.bit_generator.state}"}
 
     def _multiply_root(
         self,
@@ -512,11 +568,11 @@ class Engine(Summarized, TrainableModel):
     ) -> dict[str, Array]:
         with self._shards.computing("multiply_cholesky"):
             product = root(transpose)
-            return self.fisher.multiply(self._checked(vectors), product, exp)
+            return self.fisher.multiply_blocks(self._checked(vectors), product, exp)
 
     def _checked(self, vectors: Mapping[str, Array]) -> dict[str, Array]:
         """Return vectors by parameter name, checked; a factor without statistics is an error."""
-        if any(factor.average.value is None for factor in self.estimator.factors):
+        if any(factor.average.value is None for factor in self.fisher.factors):
             raise NotReadyError("there are no statistics yet; call observe() or step() first.")
         checked = checked_vectors(self._model, self.collection.backend, vectors)
         parts = self._assembly.discovery.parts
@@ -526,11 +582,11 @@ class Engine(Summarized, TrainableModel):
     def _state(self, extras: Extras | None) -> State:
         rest = *self._arrays.on_host(), self.damping, self.planner.saved(), checked_extras(extras)
         passes = self._model.passes.count
-        return State(self.counter, self.estimator.rng.bit_generator.state, *rest, passes)
+        return State(self.counter, self.fisher.rng.bit_generator.state, *rest, passes)
 
     def _advance(self) -> None:
         """Record that a call has succeeded."""
-        self.estimator.refreshes.advance(self.planner, self.counter)
+        self.fisher.advance(self.planner, self.counter)
         self.counter += 1
 
     def _layer_reports(self) -> Iterator[LayerReport]:
@@ -543,7 +599,7 @@ class Engine(Summarized, TrainableModel):
             raise InputError(f"statistics must lie in [0, 1], got {statistics!r}.")
         if not statistics:
             return Footprint(self._assembly)
-        sums = self.estimator.sums_sources + (parts > 1)
+        sums = self.fisher.sums_sources + (parts > 1)
         return Footprint(self._assembly, self.layers, self._exps, sums, float(statistics))
 
 

@@ -324,7 +324,7 @@ class Factors(Summarized, Mapping[str, ParameterFactors]):
             yield from self._views(layer)
 
     def refresh_names(self) -> dict[str, str]:
-        """Return the names of all factors, such as ``"fc0.weight: A"``, by key in ``Refreshes``.
+        """Return the names of all factors, such as ``"fc0.weight: A"``, by key in ``Fisher.works``.
 
         A factor of several layers has the name of the first one, and factors of equal names have
         numbers.

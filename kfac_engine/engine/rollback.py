@@ -1,4 +1,4 @@
-"""Restores the state of an engine after a step that fails; see ``BlockFisher.transaction``.
+"""Restores the state of an engine after a step that fails; see ``Engine.transaction``.
 
 A natural gradient can be checked only after the averages have changed in place. A copy of all
 averages in every step would double their memory. For a power between −1 and 0, the norm of the
@@ -12,8 +12,8 @@ from math import fsum, sqrt
 import numpy as np
 
 from kfac_engine._types import Array, DType
-from kfac_engine.curvature.estimator import FisherEstimator
 from kfac_engine.curvature.factors.base import FisherFactor
+from kfac_engine.curvature.fisher import Fisher
 from kfac_engine.runtime.model import OnnxModel
 
 # Intermediate products may be larger than the result.
@@ -40,14 +40,14 @@ def _saved(factor: FisherFactor) -> Callable[[], None]:
 class Undo:
     """What an engine restores after an error.
 
-    These are the generator and the element types of ``estimator``, the running statistics and the
+    These are the generator and the element types of ``fisher``, the running statistics and the
     count of random passes of ``model``, protected averages, and what the caller adds.
     """
 
-    def __init__(self, estimator: FisherEstimator, model: OnnxModel) -> None:
-        self._estimator, self._model = estimator, model
+    def __init__(self, fisher: Fisher, model: OnnxModel) -> None:
+        self._fisher, self._model = fisher, model
         self._buffers, self._passes = dict(model.buffers), model.passes.count
-        self._restore_draws = estimator.statistics.snapshot()
+        self._restore_draws = fisher.snapshot()
         self._restores: list[Callable[[], None]] = []
 
     def add(self, restore: Callable[[], None]) -> None:
@@ -68,14 +68,14 @@ class Undo:
         they decide equally. ``types`` has the element types of products where they differ from the
         gradients.
         """
-        if not _may_overflow(self._estimator, gradients, types or {}, exp, norm):
+        if not _may_overflow(self._fisher, gradients, types or {}, exp, norm):
             return
-        saved = [_saved(factor) for factor in self._estimator.factors]
-        restore_division = self._estimator.refreshes.division.snapshot()
+        saved = [_saved(factor) for factor in self._fisher.factors]
+        restore_division = self._fisher.division.snapshot()
 
         def restore() -> None:
             # A pending refresh reads averages that are replaced below.
-            for moved in self._estimator.factors:
+            for moved in self._fisher.factors:
                 moved.set_pending(None)
             for restore_factor in saved:
                 restore_factor()
@@ -98,21 +98,21 @@ def quiet() -> np.errstate:
 
 
 def _may_overflow(
-    estimator: FisherEstimator,
+    fisher: Fisher,
     gradients: Mapping[str, Array],
     types: Mapping[str, DType],
     exp: float,
     norm: float | None,
 ) -> bool:
     """Return whether products may overflow their element types; False excludes an overflow."""
-    if not -1 <= exp <= 0 or not estimator.factors:
+    if not -1 <= exp <= 0 or not fisher.factors:
         return True
     if norm is None:
-        squares = estimator.factors[0].backend.squared_norms(list(gradients.values()))
+        squares = fisher.factors[0].backend.squared_norms(list(gradients.values()))
         norm = sqrt(fsum(squares))
     dtypes = (types.get(name, array.dtype) for name, array in gradients.items())
     largest = min(map(_largest, dtypes), default=1.0)
-    damping = estimator.least_damping
+    damping = fisher.least_damping
     return not (damping and norm * max(1.0, damping**exp) < _MARGIN * largest)
 
 

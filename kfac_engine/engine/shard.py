@@ -8,9 +8,9 @@ import numpy as np
 from kfac_engine._types import Array, Rows
 from kfac_engine.curvature.approximations import row
 from kfac_engine.curvature.blocks.base import uses
-from kfac_engine.curvature.estimator import FisherEstimator
 from kfac_engine.curvature.factors.base import FisherFactor
 from kfac_engine.curvature.factors.refresh import Compute, RefreshTask, Request, Result
+from kfac_engine.curvature.fisher import Fisher
 from kfac_engine.curvature.refreshes import factor_shapes, refresh_cost, refreshed_shapes
 from kfac_engine.curvature.schedule import Schedule
 from kfac_engine.distributed.messages import Form, broadcast_arrays
@@ -87,10 +87,10 @@ class Shard(Distribution):
         self,
         shards: BatchShards,
         assembly: Assembly,
-        estimator: FisherEstimator,
+        fisher: Fisher,
         reports: Callable[[], Iterable[LayerReport]],
     ) -> None:
-        super().__init__(shards, assembly, estimator, reports)
+        super().__init__(shards, assembly, fisher, reports)
         layers = tuple(reports())
         period = (assembly.options.schedule or Schedule()).refresh_every
         owners = layer_owners(*sizes(assembly, layers), shards.communicator.size, period)
@@ -173,7 +173,7 @@ class Shard(Distribution):
     def all_results(self) -> Iterator[None]:
         agreement = self._shards.agreement
         with agreement.operation("results", begins=True), agreement.exchanging():
-            for factor in self._estimator.factors:
+            for factor in self._fisher.factors:
                 rank = self._factor_owners[id(factor)][0]
                 received = broadcast_arrays(self._communicator, rank, factor.arrays())
                 if self._communicator.rank == 0 != rank:
@@ -185,7 +185,7 @@ class Shard(Distribution):
 
     def _release(self) -> None:
         """Release the results of refreshes that other ranks own."""
-        for factor in self._estimator.factors:
+        for factor in self._fisher.factors:
             if not self._is_owned(factor) and not factor.measures_with_results:
                 arrays = factor.arrays()
                 # Names of results have several parts.

@@ -310,7 +310,7 @@ class TrainableModel(Sealed):
     ) -> tuple[float, dict[str, Array], Residuals]:
         """Return loss and gradients of a step of an optimizer, and update running statistics.
 
-        The caller has checked the memory, in a context of ``BlockFisher.transaction``. The
+        The caller has checked the memory, in a context of ``Engine.transaction``. The
         residuals of all processes are returned if those of this one are measured in ``residuals``.
         ``features`` receives the powers of features in the batch of all processes.
         """

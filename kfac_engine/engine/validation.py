@@ -5,7 +5,7 @@ from math import prod
 
 import numpy as np
 
-from kfac_engine._types import Array, Rows, entries
+from kfac_engine._types import Array
 from kfac_engine.arguments import flag
 from kfac_engine.autodiff.training_form import trains
 from kfac_engine.backend.memory_space import HOST, MemorySpace
@@ -121,19 +121,6 @@ def check_blocks(collection: LayerCollection, names: Set[str]) -> None:
         if not names.isdisjoint(params) and not names >= {*params}:
             raise InputError(
                 f"{', '.join(params)} form one block; give the gradients of all of them."
-            )
-
-
-def check_products(products: Mapping[str, Array | Rows], backend: Backend, exp: float) -> None:
-    """Refuse natural gradients that are not finite; ``exp`` is the power of the Fisher matrix."""
-    finite = backend.download([backend.are_finite([entries(p) for p in products.values()])])[0]
-    if finite.all():
-        return
-    for name, good in zip(products, finite, strict=True):
-        if not good:
-            raise NonFiniteError(
-                f"the gradient of '{name}' times the Fisher matrix to the power {exp:g} overflows; "
-                f"raise the damping, or check the gradient and the data for huge numbers."
             )
 
 

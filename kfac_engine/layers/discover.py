@@ -16,8 +16,8 @@ from kfac_engine.graph.structure import ONLY_SHAPES, Graph, Node
 from kfac_engine.layers.layer_forms import LayerForm, dense_form, tied_form
 from kfac_engine.layers.match import LayerMatch, MatchContext, Tensors
 from kfac_engine.layers.matchers import Matcher, match
-from kfac_engine.layers.parameter_slices import (
-    ParameterSlice,
+from kfac_engine.layers.parameter_slices import ParameterSlice
+from kfac_engine.layers.parameter_views import (
     ParameterView,
     find_parameter_views,
     is_move,

@@ -9,7 +9,7 @@ from kfac_engine._types import Array, DType
 from kfac_engine.graph.analysis.subgraph import of_data
 from kfac_engine.graph.structure import ONLY_SHAPES, Fact, Graph, Node
 from kfac_engine.layers.layer_forms import LayerForm, ScaleShiftForm
-from kfac_engine.layers.parameter_slices import ParameterView
+from kfac_engine.layers.parameter_views import ParameterView
 
 # Name of a tensor, or one name for each use of a layer.
 Tensors: TypeAlias = str | tuple[str, ...]

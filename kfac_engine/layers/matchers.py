@@ -16,7 +16,7 @@ from kfac_engine.layers.layer_forms import (
     transposed_form,
 )
 from kfac_engine.layers.match import LayerMatch, MatchContext, NewValue
-from kfac_engine.layers.parameter_slices import rearrange_entries
+from kfac_engine.layers.parameter_views import rearrange_entries
 from kfac_engine.layers.scales import scale_of_normalization, scale_of_product, slope
 from kfac_engine.layers.views import Padding
 

@@ -161,8 +161,7 @@ class CurvatureUpdates:
         check_part("statistics_part", part)
         self._by_example = by_example
         self._engine = engine
-        self._refreshes = engine.estimator.refreshes
-        self.planner = self._refreshes.growing_planner(schedule)
+        self.planner = engine.fisher.growing_planner(schedule)
         self._names = engine.factors.refresh_names()
         self._part = PartialBatch(engine, part)
         self._latest = DueUpdates(0, statistics=False, inverses=False, bound=1)
@@ -195,7 +194,7 @@ class CurvatureUpdates:
                     by_example = whole or self._by_example or planner.begins_period(due.step)
 
                     def use(part: Sequence[Batch], examples: int | None) -> bool | None:
-                        update = fisher.update
+                        update = self._engine.update_averages
                         return update(part, examples, decay=decay, by_example=by_example) or None
 
                     if whole:
@@ -211,7 +210,7 @@ class CurvatureUpdates:
         latest = self._latest
         if latest.statistics:
             self.planner.observed = latest.step
-        refreshed = self._refreshes.advance(self.planner, latest.step)
+        refreshed = self._engine.fisher.advance(self.planner, latest.step)
         return tuple(self._names[key] for key in refreshed)
 
     def restart(self, step: int) -> Callable[[], None]:

@@ -96,7 +96,7 @@ def described_spectra(engine: Engine) -> list[Description]:
 
     Spectra of matrices of more than 1024 rows have no eigenvalues.
     """
-    if any(factor.average.value is None for factor in engine.estimator.factors):
+    if any(factor.average.value is None for factor in engine.fisher.factors):
         return []
     return [described(spectrum) for spectrum in factor_spectra(engine, most_rows=MOST_ROWS)]
 

@@ -460,7 +460,7 @@ class KfacOptimizer(Optimizer):
         evidence = rule.after(evidence, float(residuals.size()), float(residuals.noise()))
         if not rule.is_due(evidence, self.steps, seen):
             return evidence
-        self.engine.fisher.distribution.complete()
+        self.engine.fisher.division.complete()
         return rule.measured(evidence, self.steps, seen, self._parameters())
 
     def _follow(self, rule: Rule, undo: Undo) -> None:

@@ -98,7 +98,7 @@ def natural_gradients(engine: Engine, vectors: Vector) -> dict[str, Array]:
 
     A layer of which the weight alone has a vector has zeros for its bias.
     """
-    products = engine.fisher.multiply_matpower(vectors, -1)
+    products = engine.fisher.multiply_power(vectors, -1)
     return {name: array for name, array in products.items() if name in vectors}
 
 

@@ -199,7 +199,7 @@ class Optimizer(Summarized, Sealed, ABC):
     def _step(self, batch: Sequence[Batch], scale: float) -> StepReport:
         clock = StageClock()
         try:
-            with self.engine.fisher.transaction("update") as undo, clock("update"):
+            with self.engine.transaction("update") as undo, clock("update"):
                 measures, more = self._measures, self._new_bytes
                 self.engine.require_memory(batch, statistics=measures, more=more)
                 with self.engine.agreement.operation("proposal", ends=True):

@@ -16,14 +16,14 @@ from kfac_engine._types import Array, Params
 from kfac_engine.backend.namespace import array_module
 from kfac_engine.curvature.blocks.base import FisherBlock
 from kfac_engine.curvature.blocks.kronecker import relative_level
-from kfac_engine.curvature.covariance_updates import scaled
 from kfac_engine.curvature.factors.average import MovingAverage
 from kfac_engine.curvature.factors.base import FisherFactor
 from kfac_engine.curvature.factors.row_weights import ExampleWeights, LayerRows
 from kfac_engine.curvature.factors.statistics import (
     rows_name,
 )
-from kfac_engine.curvature.refreshes import least_period
+from kfac_engine.curvature.refreshes import early_rates, least_period
+from kfac_engine.curvature.sources import scaled
 from kfac_engine.engine.build import Assembly
 from kfac_engine.engine.engine import Engine
 from kfac_engine.errors import UnsupportedError
@@ -96,7 +96,7 @@ class CurvatureSteps:
         self._target_inputs = target_inputs
         self._options, self._whole = optimizer.options, whole
         self._root = sqrt(float(engine.damping))
-        self._statistics = engine.estimator.statistics
+        self._sources = engine.fisher.sources
         blocks = engine.collection.fisher_blocks.items()
         self._blocks = {key: block for key, block in blocks if _has_matrices(block)}
         self._factors = list(dict.fromkeys(f for b in self._blocks.values() for f in b.factors))
@@ -105,7 +105,7 @@ class CurvatureSteps:
     def _reads(self) -> Any:
         """The backward graph to the values whose gradients the statistics read."""
         names = [name for factor in self._factors for name in factor.statistic.names()]
-        gradients = self._statistics.gradients
+        gradients = self._sources.gradients
         wanted = dict.fromkeys(gradients[name] for name in names if name in gradients)
         wanted |= dict.fromkeys(name for layer in self._layers for name in layer.outputs)
         return self._assembly.model.backward(self._engine.objective.inputs, tuple(wanted))
@@ -121,12 +121,12 @@ class CurvatureSteps:
     def _layers(self) -> tuple[LayerRows, ...]:
         """The layers whose rows may not count; none if all targets count alike."""
         read = {name for factor in self._factors for name in factor.statistic.names()}
-        layers = self._statistics.layers if self._weighted else ()
+        layers = self._sources.layers if self._weighted else ()
         return tuple(layer for layer in layers if not read.isdisjoint(layer.inputs))
 
     def repeats(self, block: FisherBlock) -> float:
         """Return how many rows an example has in the factors of a block."""
-        facts, gradients = self._assembly.model.facts, self._statistics.gradients
+        facts, gradients = self._assembly.model.facts, self._sources.gradients
 
         def of(factor: FisherFactor) -> float:
             names = (*factor.statistic.names(), *factor.statistic.lengths())
@@ -143,7 +143,8 @@ class CurvatureSteps:
 
     @cached_property
     def _early_rates(self) -> tuple[float, float]:
-        return self._engine.estimator.refreshes.early_rates(self.repeats)
+        fisher, collection = self._engine.fisher, self._engine.collection
+        return early_rates(collection, fisher.works, self.repeats)
 
     def initial_state(self) -> dict[str, Array]:
         """Return the state before the first step, by name."""
@@ -273,7 +274,7 @@ class CurvatureSteps:
         """Return the averages after a part of the batch was measured, and their totals."""
         part = self._part(batch, step)
         total = MovingAverage(weight=totals[0])
-        decay, config = self._engine.estimator.cov_ema_decay, self._engine.collection.config
+        decay, config = self._engine.fisher.cov_ema_decay, self._engine.collection.config
         coefficients = total.coefficients(decay, 1.0, config)
         new, operations = [average.copy() for average in averages], Operations(batch.tape)
         observation, values = self._measured(batch, part, step, random)
@@ -324,7 +325,7 @@ class CurvatureSteps:
 
     def _counts(self, factor: FisherFactor, of_part: Any, present: Sequence[Any]) -> Any:
         """Record whether a factor sees a part of a batch; see ``_counting``."""
-        numbers = sorted(self._statistics.losses_of_factors()[factor])
+        numbers = sorted(self._sources.losses_of(self._engine.fisher.factors)[factor])
         if not numbers or len(numbers) == len(present):
             return of_part
         any_present = reduce(np.logical_or, (present[number] for number in numbers))
@@ -386,10 +387,10 @@ class CurvatureSteps:
         self, batch: EvaluationGraph, part: EvaluationGraph, step: Symbol, random: Writer
     ) -> tuple[Observation, dict[str, Symbol]]:
         """Write the passes of the statistics; return targets, and the values that they read."""
-        mode, objective = self._statistics.mode, self._engine.objective
+        mode, objective = self._sources.mode, self._engine.objective
         if mode.needs_targets or not mode.one_source:
             raise UnsupportedError("training files estimate the curvature by sampled targets only.")
-        gradients = self._statistics.gradients
+        gradients = self._sources.gradients
         reads = dict.fromkeys(n for factor in self._factors for n in factor.statistic.names())
         forward = [name for name in reads if name not in gradients]
         part = self._forward(batch, part, forward, random)
@@ -453,7 +454,7 @@ class CurvatureSteps:
         rows = [seen.weights for seen in observation.terms]
         pairs = zip(self._engine.objective.terms, rows, strict=True)
         examples = observation.size.examples
-        weights = ExampleWeights.of(pairs, values, examples, self._statistics.places)
+        weights = ExampleWeights.of(pairs, values, examples, self._sources.places)
         return {} if weights is None else weights.of_rows(self._layers, gradients, operations)
 
     # -- inverses ----------------------------------------------------------------------------------
@@ -538,7 +539,7 @@ class CurvatureSteps:
 
     def _samples(self, factor: FisherFactor) -> dict[str, Array]:
         """Return arrays of the shapes that a statistic reads, without memory."""
-        facts, gradients = self._assembly.model.facts, self._statistics.gradients
+        facts, gradients = self._assembly.model.facts, self._sources.gradients
         statistic = factor.statistic
         names = (*statistic.names(), *statistic.lengths())
         shapes = {name: facts[gradients.get(name, name)].shape for name in names}

@@ -7,7 +7,7 @@ import pytest
 from onnx import ModelProto
 
 import kfac_engine as ke
-from kfac_engine.curvature import refreshes as refreshes_module
+from kfac_engine.curvature import fisher as fisher_module
 from kfac_engine.curvature.factors.refresh import Division
 from kfac_engine.sessions.session import Session
 from tests import models
@@ -166,9 +166,8 @@ def test_steps_equal_those_of_one_process_that_refreshes_in_the_same_calls(
         engine = ke.Engine.from_onnx(
             model_of("mlp"), loss="categorical", communicator=communicator, **options
         )
-        refreshes = engine.estimator.refreshes
         calls = [engine.planner.refreshes(counter) for counter in range(1, 4)]
-        return {work.key: work.owner for work in refreshes.works}, calls
+        return {work.key: work.owner for work in engine.fisher.works}, calls
 
     (owned, calls), *others = run(3, plan)
     assert all(other == (owned, calls) for other in others)
@@ -180,7 +179,7 @@ def test_steps_equal_those_of_one_process_that_refreshes_in_the_same_calls(
         ranks = 3
         owners = staticmethod(lambda factors: fixed)
 
-    monkeypatch.setattr(refreshes_module, "UNDIVIDED", Fixed())
+    monkeypatch.setattr(fisher_module, "UNDIVIDED", Fixed())
     assert_equal_to_one_process("mlp", 3, **options)
 
 

@@ -35,7 +35,7 @@ DIVIDED = {"distribution": "shard"}
 
 def owners_of(engine):
     """The ranks that own each parameter, of which there are several."""
-    parts = engine.fisher.distribution._parts.items()
+    parts = engine.fisher.division._parts.items()
     return {name: [p.owner for p in of_name] for name, of_name in parts if len(of_name) > 1}
 
 

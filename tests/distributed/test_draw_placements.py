@@ -5,7 +5,6 @@ import pytest
 
 import kfac_engine as ke
 from kfac_engine.distributed.shards import Placement, RowRange
-from kfac_engine.engine.block_fisher import draw_placements
 from tests import models
 from tests.distributed.threads import run
 
@@ -89,7 +88,7 @@ def engine_of(name, mode="gradients", loss="categorical", communicator=None):
 @pytest.mark.parametrize("name", MODELS)
 def test_placements_are_those_of_the_model(name):
     engine = engine_of(name)
-    assert draw_placements(engine._assembly) == {"loss_0": EXPECTED[name]}
+    assert engine._assembly.draw_placements() == {"loss_0": EXPECTED[name]}
 
 
 MODES = ["gradients", "curvature_prop", "empirical"]
@@ -126,7 +125,7 @@ def test_the_order_is_known_for_generated_identifiers(steps_first):
     net.op("MatMul", value, net.weight("w", WIDTH, 5), to="output")
     model = net.model({"input": ["batch", STEPS]}, {"output": ["rows", 5]}, input_dtype="int64")
     engine = ke.Engine.from_onnx(model, loss="categorical")
-    assert draw_placements(engine._assembly)["loss_0"].positions_first == steps_first
+    assert engine._assembly.draw_placements()["loss_0"].positions_first == steps_first
 
 
 def test_an_order_of_equal_examples_is_not_known_and_refused():
@@ -137,9 +136,9 @@ def test_an_order_of_equal_examples_is_not_known_and_refused():
         batch_axes={"input": 0},
         sample_inputs={"input": np.ones((3, STEPS, WIDTH))},  # equal examples
     )
-    assert draw_placements(engine._assembly) == {"loss_0": Placement(0, None)}
+    assert engine._assembly.draw_placements() == {"loss_0": Placement(0, None)}
     engine.estimator.rows = RowRange(0, 2, 6)
-    engine.estimator.statistics.placements = draw_placements(engine._assembly)
+    engine.fisher.sources.placements = engine._assembly.draw_placements
     with pytest.raises(ke.UnsupportedError, match="unknown order"):
         engine.observe({"input": np.ones((2, STEPS, WIDTH))})
     assert engine.counter == 0

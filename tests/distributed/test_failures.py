@@ -121,9 +121,9 @@ def test_the_batch_after_a_first_one_that_one_rank_refuses_is_accepted():
 def place_of(engine, phase):
     """The object and the function that a phase of a step calls."""
     return {
-        "measure": (engine.estimator.statistics, "measure"),
+        "measure": (engine.fisher.sources, "of_batch"),
         "refresh": (engine.collection.backend.linalg, "begin_damped_inverses"),
-        "precondition": (engine.fisher.distribution, "owned"),
+        "precondition": (engine.fisher.division, "owned"),
     }[phase]
 
 

@@ -77,7 +77,7 @@ def test_a_step_that_one_rank_ends_by_another_error_is_rolled_back_on_all(distri
         before = state(engine)
         with pytest.MonkeyPatch.context() as patch:
             if communicator.rank == 1:
-                patch.setattr(engine.fisher.distribution, "owned", fail)
+                patch.setattr(engine.fisher.division, "owned", fail)
             assert "MemoryError" in refused(engine.step, *part_of(communicator, data[1]))
         assert_same_state(before, state(engine))
 

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 import kfac_engine as ke
-from kfac_engine.curvature.covariance_updates import CovarianceUpdates
 from kfac_engine.curvature.factors.base import FisherFactor
 from kfac_engine.curvature.factors.statistics import Statistic
+from kfac_engine.curvature.fisher import Fisher
 from kfac_engine.distributed.agreement import Agreement
 from kfac_engine.distributed.shards import RowGenerator
 from kfac_engine.engine import build
@@ -97,7 +97,7 @@ def fail_on_one_rank(*, caught=ke.RankError):
         before = state(engine)
         with pytest.MonkeyPatch.context() as patch:
             if communicator.rank == 1:
-                patch.setattr(engine.estimator.statistics, "measure", fail)
+                patch.setattr(engine.fisher.sources, "of_batch", fail)
             with pytest.raises(caught):
                 engine.step(*part_of(communicator, data[1]))
         assert_same_state(before, state(engine))
@@ -133,7 +133,7 @@ def test_ranks_that_go_on_after_an_error_of_another_are_noticed(monkeypatch):
 
 
 def test_a_generator_that_is_not_restored_is_noticed(monkeypatch):
-    monkeypatch.setattr(CovarianceUpdates, "snapshot", lambda _: lambda: None)
+    monkeypatch.setattr(Fisher, "snapshot", lambda _: lambda: None)
     with pytest.raises(AssertionError):
         fail_on_one_rank()
 

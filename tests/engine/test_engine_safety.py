@@ -156,7 +156,7 @@ def test_a_step_is_undone_though_the_refresh_that_it_began_fails_too():
         raise ke.InputError("no inverse")
 
     def step():
-        with engine.fisher.transaction("step") as undo:
+        with engine.transaction("step") as undo:
             undo.protect(gradients, -1)
             for factor in estimator.factors:
                 factor.average.value *= 2

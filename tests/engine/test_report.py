@@ -70,7 +70,7 @@ def test_the_refresh_of_an_eigenbasis_costs_the_factors_that_it_decomposes():
     layer = engine.layers[-1]
     assert layer.symbols == ("A", "G", "s")
     assert layer.inverse_flops == 6.0**3 + 3.0**3
-    costs = [work.cost for work in engine.estimator.refreshes.works]
+    costs = [work.cost for work in engine.fisher.works]
     assert costs.count(layer.inverse_flops) == 1
 
 

@@ -187,15 +187,15 @@ def test_gradients_of_single_examples_are_measured_once_in_a_period_of_refreshes
     def trained(**options):
         engine = ke.Engine.from_onnx(model, loss="categorical", threads=1)
         optimizer = ke.KfacOptimizer(engine, refresh_every=10, statistics_every=2, **options)
-        statistics, steps = engine.estimator.statistics, []
-        assert statistics.alone
-        real = type(statistics)._measure_examples
+        fisher, steps = engine.fisher, []
+        assert fisher.measures_examples
+        real = type(fisher)._measure_examples
 
         def counted(self, factors, *arguments):
             steps.extend([optimizer.steps] if factors else [])
             return real(self, factors, *arguments)
 
-        monkeypatch.setattr(type(statistics), "_measure_examples", counted)
+        monkeypatch.setattr(type(fisher), "_measure_examples", counted)
         for t in range(32):
             part = slice(32 * (t % 2), 32 * (t % 2) + 32)
             optimizer.step({"x": x[part]}, y[part])

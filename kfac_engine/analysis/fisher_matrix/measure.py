@@ -14,10 +14,10 @@ from kfac_engine.analysis.fisher_matrix.layout import Layout
 from kfac_engine.analysis.fisher_matrix.options import CurvatureOptions, assembled
 from kfac_engine.backend.threads import single_threaded_blas
 from kfac_engine.curvature.blocks.base import FisherBlock, uses
-from kfac_engine.curvature.covariance_updates import scaled
 from kfac_engine.curvature.estimation_modes import MODES
-from kfac_engine.curvature.estimator import FisherEstimator
 from kfac_engine.curvature.factors.base import FisherFactor
+from kfac_engine.curvature.fisher import Fisher
+from kfac_engine.curvature.sources import scaled
 from kfac_engine.datasets.examples import Batch
 from kfac_engine.datasets.first_examples import with_first_examples
 from kfac_engine.datasets.forms import Data, batches_of
@@ -151,7 +151,7 @@ def curvature(model: ModelSource, batches: Data, options: CurvatureOptions) -> C
 
 def measured(
     assembly: Assembly,
-    estimator: FisherEstimator,
+    estimator: Fisher,
     options: CurvatureOptions,
     pairs: Iterable[Batch],
 ) -> Curvature:
@@ -178,7 +178,7 @@ class _Measurement:
 
     model: TrainableModel  # the model with its losses
     layout: Layout  # its blocks
-    estimator: FisherEstimator  # the statistics of layers
+    estimator: Fisher  # the statistics of layers
     # Sums over gradients of single examples; ``prepare`` sets them.
     moments: ExampleMoments = field(init=False)
     examples: int = 0  # examples so far
@@ -313,7 +313,7 @@ class _Measurement:
         draws, generator = self._draws(losses, trace), rng.bit_generator.state
         if self.moments.active:
             mode = MODES[self.layout.options.engine.estimation_mode]
-            scales = self.estimator.statistics.scales_of(trace)
+            scales = self.estimator.sources.scales_of(trace)
             sources = mode(losses, trace, rng, draws)
             self.moments.add(trace, (scaled(source, scales) for source in sources))
         if factors:

@@ -9,7 +9,7 @@ from kfac_engine.arguments import dictionary, one_of
 from kfac_engine.autodiff.differentiate import needed
 from kfac_engine.curvature.approximations import KINDS
 from kfac_engine.curvature.blocks.base import uses
-from kfac_engine.curvature.estimator import FisherEstimator
+from kfac_engine.curvature.fisher import Fisher
 from kfac_engine.engine.build import Assembly, build
 from kfac_engine.engine.loss_bindings import LossChoices
 from kfac_engine.engine.options import EngineOptions
@@ -138,7 +138,7 @@ def approximations_of(structure: str) -> dict[str, str]:
     return chosen
 
 
-def assembled(model: ModelSource, options: CurvatureOptions) -> tuple[Assembly, FisherEstimator]:
+def assembled(model: ModelSource, options: CurvatureOptions) -> tuple[Assembly, Fisher]:
     """Return a model with its layers, without statistics, and an estimator of their blocks.
 
     A loss that is a single number for the whole batch raises an UnsupportedError.

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from kfac_engine._types import Array
+from kfac_engine._types import Array, Rows, whole_arrays
 from kfac_engine.backend.protocol import Backend
 from kfac_engine.curvature.linalg.spectral import eigh_power
 from kfac_engine.distributed.messages import Form
@@ -72,12 +72,56 @@ Compute: TypeAlias = Callable[[Sequence[Request]], Callable[[], Mapping[Request,
 
 
 class Division:
-    """Divides refreshes among processes; this class serves one process, which computes them all."""
+    """Divides averages, inverses and products among processes; this class serves one process."""
 
     @property
     def ranks(self) -> int:
         """Number of processes."""
         return 1
+
+    # -- statistics -------------------------------------------------------------------------------
+
+    def over_ranks(self, measured: Any) -> Any:
+        """Return the means of measurements by factor over all processes; a collective call."""
+        return measured
+
+    def exchange_losses(
+        self, loss: float, update: Any, gradients: Mapping[str, Array]
+    ) -> tuple[float, float | None, Any]:
+        """Exchange losses and counts, after all processes have measured and differentiated shards.
+
+        Args:
+            loss: The loss of the shard.
+            update: The measured shard, which no average has received; None if none is due.
+            gradients: The gradients of the shard.
+
+        Returns:
+            The loss of the batch, an upper bound of the norm of its gradient, None in one process,
+            and the share of this process in the measured batch.
+        """
+        del gradients
+        return loss, None, update
+
+    def combine(
+        self, update: Any, gradients: dict[str, Array], decay: float
+    ) -> Mapping[str, Array | Rows]:
+        """Update the averages, and sum gradients over the processes; see ``exchange_losses``.
+
+        ``gradients`` are the gradients of the shard and may be changed; ``decay`` is the weight of
+        the old averages. The result has those gradients of the batch that this process
+        preconditions. If several processes own a table, it has only the rows of this process.
+        """
+        if update is not None:
+            update.commit(decay)
+        return gradients
+
+    def complete(self) -> None:
+        """Make all averages whole on all processes; a collective call."""
+
+    def restart(self) -> None:
+        """Continue from averages and results that were replaced on all processes."""
+
+    # -- refreshes --------------------------------------------------------------------------------
 
     def hand_over(self, due: Sequence[Any]) -> Sequence[Any]:
         """Complete the average of each factor on the process that computes its refresh.
@@ -112,6 +156,39 @@ class Division:
     def refreshing(self) -> AbstractContextManager[None]:
         """Return a context for a refresh outside of a step, which all processes begin and end."""
         return nullcontext()
+
+    def all_results(self) -> AbstractContextManager[None]:
+        """Return a context in which the first process has the results of all refreshes."""
+        return nullcontext()
+
+    # -- products ---------------------------------------------------------------------------------
+
+    def multiplying(self) -> AbstractContextManager[None]:
+        """Return a context for products, which all processes end."""
+        return nullcontext()
+
+    def owned(self, vectors: Mapping[str, Array | Rows]) -> Mapping[str, Array | Rows]:
+        """Return the vectors that this process multiplies; ``combine`` returns such vectors."""
+        return vectors
+
+    def gather(
+        self, gradients: Mapping[str, Array | Rows], shards: Mapping[str, Array]
+    ) -> dict[str, Array]:
+        """Return the gradients of all parameters for the whole batch, on all processes.
+
+        ``gradients`` is the result of ``combine``. Only shapes and element types of ``shards``, the
+        gradients of the shard, are read.
+        """
+        del shards
+        return whole_arrays(gradients)
+
+    def share(self, products: Mapping[str, Array | Rows], names: Sequence[str]) -> dict[str, Array]:
+        """Return the products of all processes, on each; each has computed its own before.
+
+        ``products`` are those of the ``owned`` vectors, and ``names`` the parameters of all.
+        """
+        del names
+        return whole_arrays(products)
 
 
 UNDIVIDED = Division()

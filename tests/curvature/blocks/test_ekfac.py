@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import kfac_engine as ke
-from kfac_engine.curvature.factors.updater import FactorUpdater, Update
+from kfac_engine.curvature.factors.readers import Readers, Update
 from tests import models, oracle
 from tests.backend.truths import patches as truth_patches
 from tests.lifecycle import as_matrix, assert_products, observe, plain_packing, power
@@ -157,13 +157,13 @@ def test_streamed_sources_add_up_in_the_basis_of_their_sum(case):
     values, other = case[1](6, 8), case[1](6, 9)["ds"]
     block = prepared(case)
     streamed = values | {"ds": other}
-    updater = FactorUpdater(block.factors, block.factor.backend, ("ds",), None, "")
-    assert updater.parts_of_bases == block.factors[:2]
+    readers = Readers(block.factors, block.factor.backend, {"ds": "s"})
+    assert readers.parts_of_bases == block.factors[:2]
     sources = values, streamed
-    updater.prepare((dict(source) for source in sources), lambda measured: measured)
-    sums = updater.measure_sum((dict(source) for source in sources), joined=False)
+    readers.prepare((dict(source) for source in sources), lambda measured: measured)
+    sums = readers.measure_sum((dict(source) for source in sources), joined=False)
     Update(sums).commit(0.9)
-    assert not updater.parts_of_bases
+    assert not readers.parts_of_bases
     A, G, F = moments(case, values)
     _, H, more = moments(case, streamed)
     B = diagonal_in(basis(A, G + H), F + more)

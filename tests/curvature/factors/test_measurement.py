@@ -8,8 +8,8 @@ import pytest
 import kfac_engine as ke
 from kfac_engine.backend.cpu.backend import NumpyBackend
 from kfac_engine.curvature.factors.dense import DenseSquareMatrixFactor
+from kfac_engine.curvature.factors.readers import Readers
 from kfac_engine.curvature.factors.statistics import ReducedMoment
-from kfac_engine.curvature.factors.updater import FactorUpdater
 from kfac_engine.layers.views import RowView
 
 EXACT = 1e-12  # float64, sums of a hundred products of size one
@@ -118,7 +118,7 @@ def test_values_are_released_once_their_factors_have_measured_them():
     values = {name: batch(0)[name] for name in ("x", "ds")}
     for straight in (None, factors[:1]):
         released = []
-        of_all = FactorUpdater(factors, NumpyBackend(), (), None, "")
+        of_all = Readers(factors, NumpyBackend(), {})
         update = of_all.measure({**values}, released.extend, straight)
         assert released == ([] if straight is None else ["ds"])
         assert all((factor.average.value is None) == (straight is None) for factor in factors)

@@ -81,44 +81,46 @@ class Update:
 Measurements: TypeAlias = dict[FisherFactor, Measurement]
 
 
-class FactorUpdater:
-    """Factors that measure the same batches.
+class Readers:
+    """Factors that measure the same batches, and the names of the values that they read.
 
     Args:
         factors: In the order in which they measure.
         backend: Their array library.
-        moving: Names of values that change from source to source.
+        gradients: The differentiated value of each gradient, by the name that factors read.
+            Gradients change from source to source.
         examples: Required number of examples; None requires the number of the first factor.
         whose: Origin of that number, for messages.
 
     Attributes:
         factors: The factors.
+        forward: Names of the values of a trace that they read.
+        gradients: Those of ``gradients`` that they read.
     """
 
     def __init__(
         self,
         factors: Iterable[FisherFactor],
         backend: Backend,
-        moving: Collection[str],
-        examples: int | None,
-        whose: str,
+        gradients: Mapping[str, str],
+        examples: int | None = None,
+        whose: str = "",
     ) -> None:
         self.factors = tuple(factors)
-        self._backend = backend
+        self._backend, self._moving_names = backend, gradients.keys()
         self._examples, self._whose = examples, whose
-        # Names of the values that each factor measures; they never change.
-        self._names = [tuple(dict.fromkeys(f.statistic.names())) for f in self.factors]
-        self._moving_names = moving
-        self._moving = [
-            factor
-            for factor, names in zip(self.factors, self._names, strict=True)
-            if not set(names).isdisjoint(moving)
-        ]
-        self._all_names = tuple(dict.fromkeys(chain(*self._names)))
-        self._bases = [f for f in self.factors if isinstance(f, EigenbasisFactor)]
+        statistics = [factor.statistic for factor in self.factors]
+        names = [tuple(dict.fromkeys(statistic.names())) for statistic in statistics]
         # Lengths may be read after the update: without them, a trace computes them again.
-        lengths = {name for f in self.factors for name in f.statistic.lengths()}
-        self._readers = Counter(chain(lengths, *self._names))
+        lengths = {name for statistic in statistics for name in statistic.lengths()}
+        every = dict.fromkeys(n for s in statistics for n in (*s.names(), *s.lengths()))
+        self.gradients = {name: value for name, value in gradients.items() if name in every}
+        self.forward = tuple(name for name in every if name not in gradients)
+        pairs = zip(self.factors, names, strict=True)
+        self._moving = [f for f, its_names in pairs if not gradients.keys().isdisjoint(its_names)]
+        self._all_names = tuple(dict.fromkeys(chain(*names)))
+        self._bases = [f for f in self.factors if isinstance(f, EigenbasisFactor)]
+        self._readers = Counter(chain(lengths, *names))
 
     def measure(
         self,
