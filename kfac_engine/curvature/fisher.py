@@ -207,11 +207,6 @@ class Fisher(Sealed):
         return not self._mode.one_source
 
     @property
-    def measures_examples(self) -> bool:
-        """Whether some factors read gradients of single examples."""
-        return bool(self._alone)
-
-    @property
     def mat_type(self) -> MatType:
         """Kind of the curvature matrix that the estimation mode estimates."""
         return self._mode.mat_type

@@ -7,14 +7,15 @@ batch.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from functools import partial
+from itertools import accumulate, count
 from typing import TypeAlias
 
 from kfac_engine._types import Array
 from kfac_engine.datasets.examples import Batch, ExampleAxes, numbered
 from kfac_engine.distributed.agreement import raised_by_all_ranks
 from kfac_engine.distributed.shards import RowRange
-from kfac_engine.engine.batch_shards import BatchShards
+from kfac_engine.engine.batch_shards import BatchShards, ExchangedPart
 from kfac_engine.errors import InputError, KfacError
 from kfac_engine.losses.objective import BatchSize, Observation
 from kfac_engine.losses.observed import Targets, Weighted, weights_gathered
@@ -74,13 +75,9 @@ class TracedParts:
     evaluate: Callable[[Mapping[str, Array], Targets], Trace]  # evaluates a part
     axes: ExampleAxes  # the axes of the examples
     releases: bool = True  # whether values of a trace may be released after they were measured
-    # The targets of a single part, after an exchange of sizes; None before.
-    seen: Observation | None = None
+    # The parts whose sizes all processes have exchanged; each is exchanged once.
+    exchanges: list[ExchangedPart] = field(default_factory=list)
     size: BatchSize = field(init=False)  # size of the batch of all processes, which ``count`` sets
-    # Number of examples of all parts and processes, which ``count`` sets.
-    measured: int = field(init=False)
-    # For each part, the rows of this process in the batch, which ``count`` sets.
-    rows: Sequence[RowRange] = field(init=False)
     _only: Trace | None = None
 
     @classmethod
@@ -114,37 +111,53 @@ class TracedParts:
                     raise
                 raise named from error
 
+    def exchanged(self, number: int, exchange: Callable[[], ExchangedPart]) -> ExchangedPart:
+        """Return the part of a number after an exchange of sizes, which the first call makes."""
+        if number == len(self.exchanges):
+            self.exchanges.append(exchange())
+        return self.exchanges[number]
+
     def count(
         self,
         shards: BatchShards,
-        exchange: Callable[[Trace], Observation],
+        observe: Callable[[Trace], Observation],
         examples: int | None = None,
     ) -> None:
-        """Evaluate all parts, and set what follows from all of them; a collective call.
+        """Exchange the sizes of all parts, and set that of the batch; a collective call.
 
-        ``exchange`` exchanges the sizes of a part. ``examples`` is the number of examples of the
-        batch of this process, if the parts have only some of them; the size is then the size of a
-        batch of as many.
+        ``observe`` returns the targets of a part. Parts are evaluated unless an earlier pass has
+        exchanged their sizes. ``examples`` is the number of examples of the batch of this process,
+        if the parts have only some of them; the size is then the size of a batch of as many.
         """
-        sizes: list[BatchSize] = []
-        placed: list[RowRange] = []
+        numbers, single = count(), len(self.parts) == 1
 
-        def add(trace: Trace) -> None:
-            sizes.append(exchange(trace).whole)
-            count = sizes[-1].examples
-            placed.append(RowRange(0, count, count) if shards.alone else shards.rows)
+        def exchange(trace: Trace) -> None:
+            known = examples if single else None
+            make = partial(shards.exchange_sizes, trace, observe(trace), known)
+            self.exchanged(next(numbers), make)
 
-        self.each(add)
+        if not self.exchanges:
+            self.each(exchange)
+        sizes = [part.observation.whole for part in self.exchanges]
         self.size = sum(sizes[1:], sizes[0])
-        self.measured = self.size.examples
-        starts = accumulate((rows.whole for rows in placed), initial=0)
-        self.rows = [
-            RowRange(start + rows.start, rows.count, self.measured)
-            for start, rows in zip(starts, placed, strict=False)
-        ]
-        if examples is not None:
+        if examples is not None and not single:
             whole = int(shards.agreement.sum(examples)[0])
             self.size = self.size.of_examples(whole)
+
+    @property
+    def measured(self) -> int:
+        """Number of examples of all parts and processes, after ``count``."""
+        return sum(part.rows.whole for part in self.exchanges)
+
+    @property
+    def rows(self) -> Sequence[RowRange]:
+        """For each part, the rows of this process in the batch, after ``count``."""
+        placed, measured = [part.rows for part in self.exchanges], self.measured
+        starts = accumulate((rows.whole for rows in placed), initial=0)
+        return [
+            RowRange(start + rows.start, rows.count, measured)
+            for start, rows in zip(starts, placed, strict=False)
+        ]
 
     @property
     def are_alike(self) -> bool:

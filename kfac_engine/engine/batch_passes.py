@@ -7,6 +7,7 @@ parts are computed one after the other.
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from math import isfinite
 from types import MappingProxyType
 from typing import NamedTuple, NoReturn
@@ -21,7 +22,7 @@ from kfac_engine.datasets.examples import Batch
 from kfac_engine.datasets.forms import is_array
 from kfac_engine.distributed.agreement import raised_by_all_ranks
 from kfac_engine.engine.batch_parts import Inputs, TracedParts, parts_of
-from kfac_engine.engine.batch_shards import BatchShards
+from kfac_engine.engine.batch_shards import BatchShards, ExchangedPart
 from kfac_engine.engine.build import Assembly
 from kfac_engine.engine.curvature_products import CurvatureProducts
 from kfac_engine.engine.model_arrays import ModelArrays
@@ -321,8 +322,8 @@ class BatchPasses:
     ) -> Update | None:
         """Measure the statistics of the shard of a batch; no average changes before ``commit``.
 
-        Several parts are evaluated twice: the first pass counts their examples and predictions,
-        and the parts draw the random targets of the whole batch.
+        Several parts draw the random targets of the whole batch. They are evaluated twice, unless
+        an earlier pass has counted their examples and predictions.
 
         Args:
             fisher: The averages.
@@ -334,38 +335,35 @@ class BatchPasses:
             by_example: Whether gradients of single examples are measured as well.
         """
         self._task.require_examples("statistics of curvature need")
-        if len(traced.parts) > 1:
-            return self._measure_parts(fisher, traced, examples, by_example=by_example)
-        trace = traced.only
-        seen = traced.seen or self._exchange(trace, examples)
-        if examples is not None and not seen.whole.absent <= self.absent:
+        traced.count(self.shards, partial(self.observe, targets=False), examples)
+        if examples is not None and not traced.size.absent <= self.absent:
             return None
-        self._set_rows(fisher)
-        batch = self._to_measure(fisher, trace, seen)
+        if len(traced.parts) > 1:
+            return self._measure_parts(fisher, traced, by_example=by_example)
+        (part,), trace = traced.exchanges, traced.only
+        self._set_rows(fisher, part)
+        batch = self._to_measure(fisher, trace, part.observation)
         release = trace.release if traced.releases else None
         with self.explained(trace):
             return fisher.measure(batch, release, gradients, by_example=by_example)
 
     def _measure_parts(
-        self, fisher: Fisher, traced: TracedParts, examples: int | None, *, by_example: bool
+        self, fisher: Fisher, traced: TracedParts, *, by_example: bool
     ) -> Update | None:
         """Measure a batch in parts; arguments and result are as for ``measure``."""
-        traced.count(self.shards, self._exchange, examples)
-        if examples is not None and not traced.size.absent <= self.absent:
-            return None
         bits, alike = fisher.rng.bit_generator, traced.are_alike
 
         def measured(bases: Sequence[FisherFactor] = ()) -> Measurements:
-            sums, rows = Measurements(), iter(traced.rows)
+            sums, parts = Measurements(), zip(traced.exchanges, traced.rows, strict=True)
             start = bits.state
 
             def add(trace: Trace) -> None:
-                part, observation = next(rows), self._exchange(trace)
-                self._set_rows(fisher)
-                batch = self._to_measure(fisher, trace, observation.within(traced.size))
+                part, rows = next(parts)
+                self._set_rows(fisher, part)
+                batch = self._to_measure(fisher, trace, part.observation.within(traced.size))
                 if alike:
                     # Each part draws its rows of the numbers of the batch.
-                    bits.state, fisher.rows = start, part
+                    bits.state, fisher.rows = start, rows
                 with self.explained(trace):
                     fisher.measure_part(sums, batch, bases, by_example=by_example)
 
@@ -373,7 +371,6 @@ class BatchPasses:
                 traced.each(add)
             finally:
                 fisher.rows = None
-                self._set_rows(fisher)
                 if bases:
                     bits.state = start
             return sums
@@ -382,14 +379,10 @@ class BatchPasses:
             fisher.set_bases(measured(bases))
         return fisher.joined(measured(), traced.size.absent)
 
-    def _exchange(self, trace: Trace, examples: int | None = None) -> Observation:
-        """Exchange the sizes of shards, which determine the draws of random targets."""
-        return self.shards.exchange_sizes(trace, self.observe(trace, targets=False), examples)
-
-    def _set_rows(self, fisher: Fisher) -> None:
-        """Let statistics draw the rows of this process in the latest batch."""
+    def _set_rows(self, fisher: Fisher, part: ExchangedPart) -> None:
+        """Let statistics draw the rows of this process in a part of a batch."""
         if not self.shards.alone:
-            fisher.rows = self.shards.rows
+            fisher.rows = part.rows
 
     def _to_measure(self, fisher: Fisher, trace: Trace, seen: Observation) -> MeasuredBatch:
         """Return a part of a batch with the weights of its examples, None if all count alike."""
@@ -474,14 +467,13 @@ class BatchPasses:
         """
         results: list[BackwardResult] = []
         sizes: list[BatchSize] = []
-        ranks: list[tuple[int, ...]] = []
 
         def add(trace: Trace) -> None:
-            observation = self.shards.exchange_sizes(trace, self.observe(trace))
-            if len(traced.parts) == 1:
-                traced.seen = observation
+            part = traced.exchanged(
+                len(sizes), lambda: self.shards.exchange_sizes(trace, self.observe(trace))
+            )
+            observation = part.observation
             sizes.append(observation.whole)
-            ranks.append(self.shards.counts)
             if len(traced.parts) > 1:
                 observation = observation.within(whole or sizes[0].positive())
             result = differentiate(trace, observation)
@@ -490,7 +482,7 @@ class BatchPasses:
         if len(traced.parts) > 1 or not self.shards.alone:
             self._task.require_examples("a batch in parts, or of several processes, needs")
         traced.each(add)
-        self.part_sizes = tuple(ranks)
+        self.part_sizes = tuple(part.counts for part in traced.exchanges)
         return results[0], sizes
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import NamedTuple
 from zlib import crc32
 
 import numpy as np
@@ -21,6 +22,14 @@ from kfac_engine.runtime.trace import Trace
 _CHECKED_EVERY = 100
 
 
+class ExchangedPart(NamedTuple):
+    """What all ranks know of a part of a batch after an exchange of sizes."""
+
+    observation: Observation  # its targets on this rank, as a piece of the part of all ranks
+    rows: RowRange  # the rows of this rank in the part of all ranks
+    counts: tuple[int, ...]  # number of examples of each rank
+
+
 class BatchShards:
     """The shards of each batch over the ranks of a communicator, in the order of the ranks.
 
@@ -34,7 +43,6 @@ class BatchShards:
         communicator: The ranks.
         alone: Whether there is one rank.
         rows: The rows of this rank in the latest batch, or part of a batch.
-        counts: Number of examples of each rank in the latest batch.
         state: Returns what all ranks must have alike when they exchange sizes, by name.
     """
 
@@ -47,7 +55,6 @@ class BatchShards:
         self.agreement = Agreement(communicator or Alone())
         self.communicator, self.alone = self.agreement.communicator, self.agreement.alone
         self.rows = RowRange(0, 0, 0)
-        self.counts: tuple[int, ...] = ()
         self.state: Callable[[], Mapping[str, str]] = dict
         self._objective, self._parameters = objective, parameters
         self._exchanges = 0
@@ -60,7 +67,7 @@ class BatchShards:
 
     def exchange_sizes(
         self, trace: Trace, observation: Observation, examples: int | None = None
-    ) -> Observation:
+    ) -> "ExchangedPart":
         """Exchange the sizes of the shards of a batch; at times, compare the parameters.
 
         Args:
@@ -69,7 +76,7 @@ class BatchShards:
             examples: Number of examples of the shard, if the trace has a part of them.
 
         Returns:
-            The observation as a part of the whole batch.
+            The part, with the observation as a part of the whole batch.
 
         Raises:
             ShapeError: Ranks have different numbers of positions for each example.
@@ -79,8 +86,8 @@ class BatchShards:
         size = observation.size
         count = size.examples if examples is None else examples
         if self.alone:
-            self.counts = (count,)
-            return observation.within(size.of_examples(count))
+            rows = RowRange(0, size.examples, size.examples)
+            return ExchangedPart(observation.within(size.of_examples(count)), rows, (count,))
         equal = dict(self.state())
         if self._exchanges % _CHECKED_EVERY == 0:
             equal |= parameter_checksums(self._parameters())
@@ -99,10 +106,11 @@ class BatchShards:
                 )
             )
         self.rows = RowRange.of([int(n) for n in counts], self.communicator.rank)
-        self.counts = tuple(int(n) for n in shards)
+        of_ranks = tuple(int(n) for n in shards)
         totals = table[:, 3 + len(sums) :].sum(axis=0)
         measured = BatchSize(self.rows.whole, tuple(map(float, totals)))
-        return observation.within(measured.of_examples(sum(self.counts)))
+        within = observation.within(measured.of_examples(sum(of_ranks)))
+        return ExchangedPart(within, self.rows, of_ranks)
 
     def sum(self, arrays: Sequence[Array]) -> None:
         """Replace arrays by their sums over all ranks, in place.

@@ -1,6 +1,7 @@
 """Products of whole curvature matrices with vectors over the parameters, by name."""
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,7 +18,6 @@ from kfac_engine.engine.build import Assembly
 from kfac_engine.engine.model_arrays import ModelArrays
 from kfac_engine.engine.validation import check_finite, checked_vectors
 from kfac_engine.errors import InputError
-from kfac_engine.losses.objective import Observation
 from kfac_engine.runtime.trace import Trace
 
 
@@ -63,10 +63,7 @@ class CurvatureProducts:
         self._arrays, self._traced, self._shards = arrays, traced, shards
         objective = self._objective = assembly.task.objective
 
-        def exchange(trace: Trace) -> Observation:
-            return shards.exchange_sizes(trace, objective.observe(trace, targets=False))
-
-        traced.count(shards, exchange, examples)
+        traced.count(shards, partial(objective.observe, targets=False), examples)
         self.totals = traced.size.totals
 
     def multiply_fisher(self, vector: Mapping[str, Array]) -> dict[str, Array]:
