@@ -69,7 +69,7 @@ define environment
 	else $(PYTHON) -m pip --python $(1)/bin/python install --quiet $(2); fi
 endef
 
-.PHONY: help setup format lint types suite site other-kernel test test-all web docs coverage test-minimum test-exporters \
+.PHONY: help setup format lint types single suite site other-kernel test test-all web docs coverage test-minimum test-exporters \
 	test-gpu test-web test-flower fuzz demo clean
 
 help:
@@ -92,6 +92,11 @@ lint: $(READY)
 
 types: $(READY)
 	$(BIN)/mypy
+
+# Phases that each keep one core busy.
+SINGLE := other-kernel types site
+single: $(READY)
+	@$(MAKE) --no-print-directory --output-sync=target -j$(WORKERS) $(SINGLE)
 
 # The tests without the marker nightly: pyproject.toml leaves these out unless -m is given.
 suite: $(READY)
@@ -119,7 +124,7 @@ else
 endif
 
 # The gate. CONTRIBUTING.md describes its phases.
-PHASES := setup lint types suite site other-kernel
+PHASES := setup lint single suite
 test:
 	@times=; for phase in $(PHASES); do \
 		start=$$(date +%s); $(MAKE) --no-print-directory $$phase || exit; \

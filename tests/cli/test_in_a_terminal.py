@@ -4,7 +4,7 @@ import os
 import subprocess
 import sys
 from collections import Counter
-from itertools import takewhile
+from itertools import pairwise, takewhile
 
 import numpy as np
 import onnx
@@ -88,7 +88,7 @@ def test_lines_fit_and_all_words_of_a_pipe_are_shown_whole(command, model, width
     assert screen.widest <= width
     missing = words(piped) - words(screen.lines)
     # A list of rows has the heads of the columns in each row, but for the first column's.
-    heads = words(line for line, rule in zip(piped, piped[1:], strict=False) if rule[:1] == "─")
+    heads = words(line for line, rule in pairwise(piped) if rule[:1] == "─")
     assert not missing - heads
     if model is not None:
         names = {tensor.name for tensor in onnx.load(model).graph.initializer}
