@@ -22,7 +22,12 @@ from kfac_engine.graph.structure import RELAYS
 from kfac_engine.layers.parameter_slices import Piece
 from kfac_engine.runtime.model import OnnxModel
 from kfac_engine.training.average_span import AverageSpan
-from kfac_engine.training.feature_bounds import POWERS, FeatureBounds, feature_bounds
+from kfac_engine.training.feature_bounds import (
+    POWERS,
+    FeatureBounds,
+    Shortened,
+    feature_bounds,
+)
 from kfac_engine.training.kfac_updates import Move, StepInputs, natural_gradients, quadratic_change
 from kfac_engine.training.optimizer import Rate, SlotArrays, evaluated_rate
 from kfac_engine.training.rules import (
@@ -247,10 +252,10 @@ class AdaptiveLengthUpdate:
         self._average(step, of_weights, momentum**2)
         with step.clock("precondition"):
             ahead = self.units.split(step.new_slots["momentum"])
-            natural = self._natural_gradients(ahead, step, due)
+            natural, active = self._natural_gradients(ahead, step, due)
         grouped = self._average(step, joint, momentum)
         parameters, means = map(self.units.split, (step.parameters, step.new_slots["momentum"]))
-        slopes, squares = self._measured(step, gradients, natural, means, onward)
+        slopes, squares = self._measured(step, gradients, (natural, active), means, onward)
         self._write_step_sizes(step, (last, slopes, squares), due, goes_back)
         step.new_slots["natural_gradient"].update(natural)
         if step.predicts:  # the change is compared with the gradient
@@ -297,13 +302,19 @@ class AdaptiveLengthUpdate:
         return self.engine.collection.backend.many if all(map(on_device, arrays)) else None
 
     def _measured(
-        self, step: StepInputs, gradients: Vector, natural: Vector, means: Vector, onward: Any
+        self,
+        step: StepInputs,
+        gradients: Vector,
+        directions: tuple[Vector, Vector],
+        means: Vector,
+        onward: Any,
     ) -> list[Products]:
-        """Write the span; return ``⟨g, p⟩`` and ``|p|²`` of the directions ``natural``.
+        """Write the span; return ``⟨g, p⟩`` and ``|p|²`` of directions: see ``Shortened``.
 
         The squares of matrices with too large singular values are larger: see ``_least_squares``.
         """
-        pairs = [(gradients, natural), (natural, natural)]
+        natural, active = directions
+        pairs = [(gradients, natural), (natural, active)]
         due = self.span is not None and self.span.is_due(step.step, onward)
         if due is not False:
             vectors = [{n: vector[n] for n in natural} for vector in (gradients, means)]
@@ -412,7 +423,7 @@ class AdaptiveLengthUpdate:
 
     def _natural_gradients(
         self, ahead: Vector, step: StepInputs, due: Mapping[str, Any]
-    ) -> dict[str, Array]:
+    ) -> Shortened:
         """Return the orthogonalized natural gradients of the weights, or their last directions.
 
         They are shortened along rare features.

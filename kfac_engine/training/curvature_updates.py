@@ -173,7 +173,13 @@ class CurvatureUpdates:
         return DueUpdates(step, self.planner.observes(step), inverses, bound)
 
     def update(
-        self, due: DueUpdates, batch: Sequence[Batch], clock: StageClock, *, whole: bool = False
+        self,
+        due: DueUpdates,
+        batch: Sequence[Batch],
+        clock: StageClock,
+        *,
+        whole: bool = False,
+        by_example: bool = False,
     ) -> None:
         """Update statistics and inverses where they are due, on the parts of a batch.
 
@@ -181,7 +187,8 @@ class CurvatureUpdates:
             due: The updates of the step.
             batch: The parts of the batch.
             clock: Measures the stages ``"statistics"`` and ``"inverses"``.
-            whole: Whether statistics have all examples of the batch, also of single examples.
+            whole: Whether statistics have all examples of the batch.
+            by_example: Whether gradients of single examples are measured in any case.
         """
         fisher, planner = self._engine.fisher, self.planner
         self._latest = due
@@ -191,7 +198,8 @@ class CurvatureUpdates:
             if due.statistics:
                 with clock("statistics"):
                     decay = 0.0 if planner.replaces else None
-                    by_example = whole or self._by_example or planner.begins_period(due.step)
+                    begins = planner.begins_period(due.step)
+                    by_example = by_example or self._by_example or begins
 
                     def use(part: Sequence[Batch], examples: int | None) -> bool | None:
                         update = self._engine.update_averages

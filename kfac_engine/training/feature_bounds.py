@@ -1,15 +1,17 @@
-"""Bounds of the updates of a layer along single features.
+"""Lengths of the updates of a layer along single features.
 
 A feature that few rows have is often absent from the sample that statistics are taken from. Its
 natural gradient is then far too long, and an update along it moves the rows that have it by a large
-multiple of what it moves other rows.
+multiple of what it moves other rows. Where most features are rare, as in one-hot columns and counts
+of words, each row has few of them, and an update of the usual norm moves every row too little.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import reduce
 from itertools import accumulate
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -36,6 +38,8 @@ _WHOLE = 0.999
 # Bounds depend on each other; so many passes come close to their solution.
 _PASSES = 4
 _LEAST = 1e-30  # least divisor
+# Statistics have whole batches where more than this part of the features of a layer is rare.
+_MOST = 0.5
 
 # The slot of the powers, which has one array.
 POWERS = "feature_powers"
@@ -49,9 +53,9 @@ class FeatureBounds:
     ``Σ x_j p_j`` on a row x of its inputs. The mean square of that change is about
     ``m = Σ E[x_j²] |p_j|²``. In the rows in which feature j is active, its square is about ``a_j =
     E[x_j⁴] / E[x_j²]``, so that it changes their outputs by ``a_j |p_j|²``. The direction is
-    shortened along the rare features, with ``a_j > 10 E[x_j²]``, for which that is more than m.
-    Means are over the rows of all steps, with a decay of 0.99, without batches in which a target
-    does not count.
+    shortened along the rare features, with ``a_j > 10 E[x_j²]``, for which that is more than m, and
+    its length counts what it changes: see ``Shortened``. Means are over the rows of all steps, with
+    a decay of 0.99, without batches in which a target does not count.
     """
 
     weights: Mapping[str, Piece] = field(default_factory=dict)  # weights by unit
@@ -70,24 +74,22 @@ class FeatureBounds:
 
     def shortened(
         self, directions: Mapping[str, Array], step: StepInputs, backend: Backend
-    ) -> dict[str, Array]:
+    ) -> "Shortened":
         """Write the new powers of the features; return the directions within their bounds."""
         bounded = dict(directions)
         if not self.places or step.features is None:
-            return bounded
+            return Shortened(bounded, bounded)
         powers = step.new_slots[POWERS][POWERS]
         share = step.features / step.examples
         # The powers 0 are ones, unless parts of the batch have been left out.
         share = np.where(share[:1] > _WHOLE, share, np.zeros_like(share))
         combine(powers, _MEMORY, step.slots[POWERS][POWERS], 1 - _MEMORY, share)
-        squares, fourths = powers[1], powers[2]
-        means = squares / np.maximum(powers[0], _LEAST)
-        rare = fourths > _RARE * means * squares
+        rare, means, limits = _activity(powers)
         known = not is_recorded(rare)
         marks = backend.to_numpy(rare) if known else rare
         if known and not marks.any():
-            return bounded
-        limits = squares / np.where(rare, fourths, 1.0)
+            return Shortened(bounded, bounded)
+        active = dict(bounded)
         for name, place in self.places.items():
             if known and not marks[place].any():
                 continue
@@ -97,12 +99,47 @@ class FeatureBounds:
             features = (place.stop - place.start) // count
             # The rows of a convolution are taps of each channel.
             taps: Any = matrices.reshape(count, -1, features, outputs)
-            of_features = (count, features)
-            arrays = (each[place].reshape(of_features) for each in (rare, limits, means))
+            arrays = [each[place].reshape(count, features) for each in (rare, limits, means)]
             shares = _shares(inner(taps, "gtfo,gtfo->gf"), *arrays)
             shorter = taps * shares.astype(taps.dtype, copy=False)[:, None, :, None]
             bounded[name] = weight.array(shorter.reshape(matrices.shape), direction)
-        return bounded
+            squares = np.where(arrays[0], np.minimum(arrays[2], 1.0), 1.0)
+            weighted = shorter * squares.astype(taps.dtype, copy=False)[:, None, :, None]
+            active[name] = weight.array(weighted.reshape(matrices.shape), direction)
+        return Shortened(bounded, active)
+
+    def most_are_rare(self, slots: Mapping[str, Mapping[str, Any]], backend: Backend) -> Any:
+        """Return whether more than half of the features of a weight are rare.
+
+        It is a truth value, or a recorded one.
+        """
+        if not self.places:
+            return False
+        rare, *_ = _activity(slots[POWERS][POWERS])
+        if not is_recorded(rare):
+            rare = backend.to_numpy(rare)
+        parts = [rare[place].astype(np.float32).mean() for place in self.places.values()]
+        return reduce(np.maximum, parts) > _MOST
+
+
+class Shortened(NamedTuple):
+    """Directions within their bounds, and the same directions for the lengths of updates.
+
+    In ``active``, row j of a direction is multiplied by ``min(1, E[x_j²])`` if feature j is rare.
+    The inner product of the two takes the place of the squared norm of a direction: it is the mean
+    square of the change of the outputs along the rare features, and the usual norm along others.
+    """
+
+    directions: dict[str, Array]
+    active: dict[str, Array]
+
+
+def _activity(powers: Array) -> tuple[Any, Any, Any]:
+    """Return whether features are rare, their mean squares, and ``1 / a_j`` for rare features."""
+    squares, fourths = powers[1], powers[2]
+    means = squares / np.maximum(powers[0], _LEAST)
+    rare = fourths > _RARE * means * squares
+    return rare, means, squares / np.where(rare, fourths, 1.0)
 
 
 def _shares(norms: Any, rare: Any, limits: Any, means: Any) -> Any:

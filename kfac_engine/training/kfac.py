@@ -325,7 +325,10 @@ class KfacOptimizer(Optimizer):
             due = self._curvature.due(self.steps, step.examples)
             if due.statistics or due.inverses:
                 undo.protect(gradients, -1.0, inf if rate > _LARGE_RATE else None)
-            self._curvature.update(due, step.batch, clock, whole=rule.whole)
+            rare = due.statistics and rule is self._given and self.measures_whole(self._slots)
+            self._curvature.update(
+                due, step.batch, clock, whole=rule.whole or bool(rare), by_example=rule.whole
+            )
         move = rule.update(step)
         self._next_basis = basis._replace(following=move.following)
         report = StepReport(
@@ -414,6 +417,20 @@ class KfacOptimizer(Optimizer):
     def counts_examples(self) -> bool:
         """Whether updates depend on how often examples come again."""
         return isinstance(self._given.update, AdaptiveLengthUpdate) and self._weight_decay > 0
+
+    def measures_whole(self, slots: Mapping[str, Mapping[str, Any]]) -> Any:
+        """Return whether statistics have whole batches, as most features of a layer are rare.
+
+        Args:
+            slots: The state of the optimizer before a step.
+
+        Returns:
+            A truth value, or a recorded one.
+        """
+        update = self._given.update
+        if not isinstance(update, AdaptiveLengthUpdate):
+            return False
+        return update.features.most_are_rare(slots, self.engine.collection.backend)
 
     @property
     def feature_inputs(self) -> tuple[LayerInput, ...]:

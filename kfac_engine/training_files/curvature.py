@@ -37,6 +37,7 @@ from kfac_engine.recording.functions import identity_like
 from kfac_engine.recording.operations import Draws, NoiseInput, Operations, new_tape
 from kfac_engine.recording.recorded import Recorded, Size, Symbol, Tape
 from kfac_engine.training.curvature_updates import fewest_measured
+from kfac_engine.training.feature_bounds import POWERS
 from kfac_engine.training.kfac import KfacOptimizer
 from kfac_engine.training_files.parts import EvaluationGraph, Writer, forward_nodes
 
@@ -94,7 +95,7 @@ class CurvatureSteps:
     ) -> None:
         self._engine, self._assembly, self._noise = engine, assembly, noise
         self._target_inputs = target_inputs
-        self._options, self._whole = optimizer.options, whole
+        self._optimizer, self._options, self._whole = optimizer, optimizer.options, whole
         self._root = sqrt(float(engine.damping))
         self._sources = engine.fisher.sources
         blocks = engine.collection.fisher_blocks.items()
@@ -204,7 +205,7 @@ class CurvatureSteps:
 
         results = tape.branch(
             observes,
-            lambda: self._observed(batch, averages, totals, step, random),
+            lambda: self._observed(batch, state, averages, totals, step, random),
             lambda: [*unchanged(averages), *totals],
         )
         measured, new_totals = results[:count], results[count:]
@@ -266,13 +267,14 @@ class CurvatureSteps:
     def _observed(
         self,
         batch: EvaluationGraph,
+        state: Values,
         averages: list[Symbol],
         totals: list[Symbol],
         step: Symbol,
         random: Writer,
     ) -> list[Symbol]:
         """Return the averages after a part of the batch was measured, and their totals."""
-        part = self._part(batch, step)
+        part = self._part(batch, state, step)
         total = MovingAverage(weight=totals[0])
         decay, config = self._engine.fisher.cov_ema_decay, self._engine.collection.config
         coefficients = total.coefficients(decay, 1.0, config)
@@ -331,7 +333,7 @@ class CurvatureSteps:
         any_present = reduce(np.logical_or, (present[number] for number in numbers))
         return np.logical_and(of_part, any_present)
 
-    def _part(self, batch: EvaluationGraph, step: Symbol) -> EvaluationGraph:
+    def _part(self, batch: EvaluationGraph, state: Values, step: Symbol) -> EvaluationGraph:
         """Return an evaluation of another part of the batch in each step.
 
         ``rotating_part`` chooses the same examples: for a part of ``size`` of n examples, the ones
@@ -349,6 +351,9 @@ class CurvatureSteps:
         least = fewest_measured(self._engine)
         size = np.maximum(rounded, float(least)).astype(np.int64)
         size = size if least == 1 else np.minimum(size, n)
+        powers = state.get(f"{POWERS}/{POWERS}")
+        if powers is not None:
+            size = np.where(self._optimizer.measures_whole({POWERS: {POWERS: powers}}), n, size)
         step = step + self._later(batch, step, size, n)
         bounds = [tape.constant(0, np.int64), size.name, tape.constant(1, np.int64)]
         examples = Size(size)

@@ -122,7 +122,7 @@ def export_training(  # noqa: PLR0913 (every choice a user has, each with a defa
         accumulate: Number of parts into which a step divides the batch. They are evaluated one
             after the other, which takes the memory of one of them, and their gradients are added.
         noise: ``"internal"``, where the file draws the random numbers of K-FAC's statistics, or
-            ``"input"`` for an input with them.
+            ``"input"`` for an input with them: a row for each example that is measured.
         provider: ``"webgpu"`` writes convolutions and splits so that onnxruntime-web computes them
             on WebGPU, and correctly.
         **options: Options of the optimizer's class, such as ``learning_rate`` and

@@ -115,6 +115,55 @@ def test_one_hot_columns_of_a_long_tail_are_learned(monkeypatch):
     assert bounded < 0.5 * error()
 
 
+def words(rng):
+    """Which of 200 words a row has, from 0.4 down to 0.01 of the rows."""
+    return rng.random((ROWS, 200)) < 2 / np.arange(5, 205)
+
+
+# Columns that are mostly 0, and half the error that updates of the usual norm leave, or less.
+SPARSE = {
+    "one-hot": (lambda rng: np.eye(100)[rng.integers(0, 100, ROWS)], 0.008),
+    "two of them": (lambda rng: np.hstack(
+        [np.eye(50)[rng.integers(0, 50, ROWS)] for _ in range(2)]), 0.008),
+    "words": (words, 0.008),
+    "counts of words": (lambda rng: words(rng) * rng.geometric(0.5, (ROWS, 200)), 0.1),
+    "small one-hot": (lambda rng: 0.1 * np.eye(100)[rng.integers(0, 100, ROWS)], 0.008),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("columns", SPARSE)
+def test_columns_that_are_mostly_zero_are_learned(columns):
+    rng, (draw, limit) = np.random.default_rng(4), SPARSE[columns]
+    sparse = draw(rng)
+    x = np.hstack([rng.standard_normal((ROWS, 4)), sparse]).astype(np.float32)
+    y = np.sin(x[:, :1]) + (sparse > 0) @ rng.standard_normal((sparse.shape[1], 1))
+    y = ((y - y.mean()) / y.std()).astype(np.float32)
+    side = x.shape[1]
+    nodes = "s = MatMul(input, w) t = Add(s, b) h = Relu(t) output = MatMul(h, w1)"
+
+    model = written(f"n,{side} -> n,1", f"w({side},32) b(32) w1(32,1)", nodes)
+    engine = ke.Engine.from_onnx(model, loss="normal", threads=1)
+    ke.fit(engine, (x, y), batch_size=50, epochs=10)
+    assert ((engine.predict(x) - y) ** 2).mean() < limit
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.2])
+def test_updates_along_rare_features_have_the_length_of_their_change(scale):
+    """The inner product for lengths is the mean square of the change of the outputs."""
+    rng = np.random.default_rng(5)
+    x = scale * np.eye(40, dtype=np.float32)[rng.integers(0, 40, 4000)]
+    direction = rng.standard_normal((40, 6)).astype(np.float32)
+    powers = np.stack([(x**k).mean(axis=0) for k in (0, 2, 4)]).astype(np.float32)
+    old, new = ({POWERS: {POWERS: np.zeros((3, 40), np.float32)}} for _ in range(2))
+    step = SimpleNamespace(slots=old, new_slots=new, features=powers * 50, examples=50, step=0)
+    rule = bounds("IO", 40)
+    assert not rule.most_are_rare(old, select("numpy"))
+    found = rule.shortened({"w": direction}, step, select("numpy"))
+    assert rule.most_are_rare(new, select("numpy"))
+    change = ((x @ found.directions["w"]) ** 2).sum(axis=1).mean()
+    np.testing.assert_allclose(np.vdot(found.directions["w"], found.active["w"]), change, rtol=1e-4)
+
+
 def bounds(layout, features):
     weight = Piece(ParameterSlice("w"), "dense", Packing(layout, has_bias=False), "w")
     inputs = (LayerInput(("x",), RowView()),)
@@ -133,7 +182,7 @@ def test_directions_move_active_rows_no_farther_than_all_rows(layout):
     step = SimpleNamespace(slots=old, new_slots=new, features=powers * 50, examples=50, step=0)
     given = direction if layout == "IO" else direction.T
     result = bounds(layout, 5).shortened({"w": given.astype(np.float32)}, step, select("numpy"))
-    shorter = result["w"] if layout == "IO" else result["w"].T
+    shorter = result.directions["w"] if layout == "IO" else result.directions["w"].T
     np.testing.assert_array_equal(shorter[:3], direction[:3].astype(np.float32))
     everywhere = ((x @ shorter) ** 2).sum(axis=1).mean()
     for row, feature in ((7, 3), (8, 4)):

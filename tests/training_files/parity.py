@@ -34,10 +34,12 @@ def normal_numbers(loss: object) -> bool:
     return loss == "normal" or isinstance(loss, ke.Normal)
 
 
-def noise(engine: ke.Engine, files: ke.TrainingFiles, n: int, normal: bool) -> dict:
+def noise(
+    engine: ke.Engine, files: ke.TrainingFiles, n: int, normal: bool, part: float = 0.25
+) -> dict:
     """The numbers that the engine is about to draw for the targets of its statistics."""
     rng = copy.deepcopy(engine.estimator.rng)
-    size, draws = max(1, round(n * 0.25)), {}
+    size, draws = max(1, round(n * part)), {}
     for name, shape in files.description.noise.items():
         draw = rng.standard_normal if normal else rng.random
         draws[name] = draw((size, *shape[1:]))
@@ -74,7 +76,10 @@ def differences(
     if different is not None:
         state["different examples"] = np.array(different, np.float32)
     for inputs, targets in batches(model, draw, steps, again=different is not None):
-        given = noise(engine, files, len(next(iter(inputs.values()))), normal_numbers(loss))
+        n = len(next(iter(inputs.values())))
+        measures_whole = optimizer == "kfac" and trainer.measures_whole(trainer.state().arrays)
+        part = 1.0 if measures_whole else 0.25
+        given = noise(engine, files, n, normal_numbers(loss), part)
         results = files.step(state, {**inputs, **given}, targets)
         report = trainer.step(inputs, targets)
         assert bool(results["finite"])
