@@ -55,6 +55,7 @@ COPIES = {
         "kfac_engine/html_report/",
         "kfac_engine/verification/",
         # Numbers that were downloaded together.
+        "kfac_engine/backend/cuda/many_arrays.py",
         "kfac_engine/curvature/blocks/grouped.py",
         "kfac_engine/curvature/factors/refresh.py",
         "kfac_engine/curvature/factors/stacked.py",
