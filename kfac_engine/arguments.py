@@ -17,7 +17,7 @@ _MOST = 2**63 - 1
 MOST_THREADS = 2**16
 
 
-def one_of(name: str, value: object, allowed: Collection[str]) -> None:
+def check_choice(name: str, value: object, allowed: Collection[str]) -> None:
     """Raise an InputError unless a value is one of the allowed strings."""
     if not isinstance(value, str) or value not in allowed:
         near = suggestion(value, allowed)
@@ -26,7 +26,7 @@ def one_of(name: str, value: object, allowed: Collection[str]) -> None:
         )
 
 
-def whole(name: str, value: object, *, least: int | None, most: int = _MOST) -> None:
+def check_int(name: str, value: object, *, least: int | None, most: int = _MOST) -> None:
     """Raise an InputError unless a value is an integer from ``least`` to ``most``."""
     fits = isinstance(value, int | Integral) and not isinstance(value, bool)
     if not fits or (least is not None and value < least):  # type: ignore[operator] # a number
@@ -45,13 +45,13 @@ def check_seed(seed: object) -> None:
         raise InputError(f"seed must be a whole number of at least 0, got {seed!r:.80}.").of("seed")
 
 
-def number(name: str, value: object) -> None:
+def check_number(name: str, value: object) -> None:
     """Raise an InputError unless a value is a finite real number."""
     if not _is_finite(value):
         raise InputError(f"{name} must be a finite number, got {value!r:.80}.").of(name)
 
 
-def positive(name: str, value: object) -> None:
+def check_positive(name: str, value: object) -> None:
     """Raise an InputError unless a value is a positive finite number."""
     if not (_is_finite(value) and value > 0):
         raise InputError(f"{name} must be a positive number, got {value!r:.80}.").of(name)
@@ -67,38 +67,38 @@ def _is_finite(value: object) -> TypeGuard[float]:
         return False
 
 
-def at_least_zero(name: str, value: object) -> None:
+def check_at_least_zero(name: str, value: object) -> None:
     """Refuse a value that is not a finite number of at least 0, with an InputError."""
-    number(name, value)
+    check_number(name, value)
     if value < 0:  # type: ignore[operator] # a number
         raise InputError(f"{name} must be at least 0, got {value!r}.").of(name)
 
 
-def flag(name: str, value: object) -> bool:
+def check_bool(name: str, value: object) -> bool:
     """Return a value unchanged; raise an InputError unless it is True or False."""
     if not isinstance(value, bool):
         raise InputError(f"{name} must be True or False, got {value!r:.80}.").of(name)
     return value
 
 
-def listed(name: str, value: object, like: str) -> Sequence[object]:
+def check_list(name: str, value: object, like: str) -> Sequence[object]:
     """Return a sequence unchanged; raise an InputError that shows an example for other values."""
     if isinstance(value, str | bytes) or not isinstance(value, Sequence):
         raise InputError(f"{name} must be a list, such as {like}, got {value!r:.80}.").of(name)
     return value
 
 
-def texts(name: str, value: object, like: str) -> Sequence[str]:
+def check_texts(name: str, value: object, like: str) -> Sequence[str]:
     """Return a list of strings unchanged; raise an InputError that shows an example otherwise."""
-    entries = [entry for entry in listed(name, value, like) if isinstance(entry, str)]
-    if len(entries) < len(listed(name, value, like)):
+    entries = [entry for entry in check_list(name, value, like) if isinstance(entry, str)]
+    if len(entries) < len(check_list(name, value, like)):
         raise InputError(f"{name} must be a list of names, such as {like}, got {value!r:.80}.").of(
             name
         )
     return entries
 
 
-def instance(name: str, value: object, kind: type) -> None:
+def check_instance(name: str, value: object, kind: type) -> None:
     """Raise an InputError unless a value is an object of a public class."""
     if not isinstance(value, kind):
         raise InputError(
@@ -106,13 +106,13 @@ def instance(name: str, value: object, kind: type) -> None:
         ).of(name)
 
 
-def patterns(name: str, value: object) -> None:
+def check_patterns(name: str, value: object) -> None:
     """Raise an InputError unless a value is None, a string or a list of strings."""
     if not isinstance(value, str | None):
-        texts(name, value, "['fc*']")
+        check_texts(name, value, "['fc*']")
 
 
-def dictionary(name: str, value: object, like: str) -> None:
+def check_mapping(name: str, value: object, like: str) -> None:
     """Raise an InputError that shows an example unless a value is None or a mapping."""
     if not isinstance(value, Mapping | None):
         raise InputError(f"{name} must be a dictionary, such as {like}, got {value!r:.80}.").of(

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 from zlib import crc32
 
-from kfac_engine.arguments import positive
+from kfac_engine.arguments import check_positive
 from kfac_engine.engine.engine import Engine
 from kfac_engine.engine.parameter_matches import match_parameters
 from kfac_engine.engine.result import KL_CLIP, Result
@@ -103,7 +103,7 @@ class KFAC:
         **options: Any,
     ) -> None:
         if kl_clip is not None:
-            positive("kl_clip", kl_clip)
+            check_positive("kl_clip", kl_clip)
         if isinstance(loss, type) and issubclass(loss, torch.nn.Module):
             raise InputError(
                 f"loss must be an object: give {loss.__name__}(), not the class itself."

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Self
 
 from kfac_engine._types import Array, Params
-from kfac_engine.arguments import instance
+from kfac_engine.arguments import check_instance
 from kfac_engine.backend.protocol import Backend
 from kfac_engine.compat.losses import LossMethods, Reuse, check_reuse
 from kfac_engine.curvature import collection as core
@@ -806,7 +806,7 @@ def set_default_layer_collection(layer_collection: LayerCollection | None) -> No
         RegistrationError: Another default is set; clear it first.
     """
     if layer_collection is not None:
-        instance("layer_collection", layer_collection, LayerCollection)
+        check_instance("layer_collection", layer_collection, LayerCollection)
     if layer_collection is not None and _current.get() is not None:
         raise RegistrationError(
             "a default LayerCollection is set already; clear it with "

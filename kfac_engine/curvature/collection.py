@@ -8,7 +8,7 @@ from math import inf
 from typing import TYPE_CHECKING, TypeAlias
 
 from kfac_engine._types import Params
-from kfac_engine.arguments import whole
+from kfac_engine.arguments import check_int
 from kfac_engine.backend.protocol import Backend
 from kfac_engine.curvature.approximations import KINDS, accepted, row as row_of
 from kfac_engine.curvature.blocks.base import FisherBlock, Names, uses
@@ -222,7 +222,7 @@ class LayerCollection(FactorOwner):
         """
         key = canonical_key(params)
         if not isinstance(batch_size, str):
-            whole("batch_size", batch_size, least=1)
+            check_int("batch_size", batch_size, least=1)
         approx = self._resolve("generic", approx, key)
         row, block = ("generic", approx), row_of("generic", approx).build(self, key)
         registered = self._registered(key, block, row, exact=True)

@@ -6,7 +6,14 @@ from numbers import Real
 from operator import add, mul, sub, truediv
 from typing import Any, Literal
 
-from kfac_engine.arguments import check_seed, flag, number, one_of, positive, whole
+from kfac_engine.arguments import (
+    check_bool,
+    check_choice,
+    check_int,
+    check_number,
+    check_positive,
+    check_seed,
+)
 from kfac_engine.errors import InputError
 from kfac_engine.layers.layer_forms import Sampling
 
@@ -127,22 +134,22 @@ class CollectionConfig:
 
     def __post_init__(self) -> None:
         """Raise ``InputError`` if a value is outside its range."""
-        one_of("initial_covariance", self.initial_covariance, ("zeros", "identity"))
-        one_of("pi_type", self.pi_type, ("tracenorm", "off"))
+        check_choice("initial_covariance", self.initial_covariance, ("zeros", "identity"))
+        check_choice("pi_type", self.pi_type, ("tracenorm", "off"))
         for name in _FLAGS:
-            flag(name, getattr(self, name))
-        number("normalize_damping_power", self.normalize_damping_power)
-        number("eigenvalue_clipping_threshold", self.eigenvalue_clipping_threshold)
-        number("inputs_to_extract_patches_factor", self.inputs_to_extract_patches_factor)
+            check_bool(name, getattr(self, name))
+        check_number("normalize_damping_power", self.normalize_damping_power)
+        check_number("eigenvalue_clipping_threshold", self.eigenvalue_clipping_threshold)
+        check_number("inputs_to_extract_patches_factor", self.inputs_to_extract_patches_factor)
         if not 0 < self.inputs_to_extract_patches_factor <= 1:
             raise InputError(
                 f"inputs_to_extract_patches_factor must lie in (0, 1], got "
                 f"{self.inputs_to_extract_patches_factor}."
             )
-        whole("eigendecomposition_threshold", self.eigendecomposition_threshold, least=1)
-        whole("max_num_patches", self.max_num_patches, least=1)
+        check_int("eigendecomposition_threshold", self.eigendecomposition_threshold, least=1)
+        check_int("max_num_patches", self.max_num_patches, least=1)
         check_seed(self.seed)
-        positive("max_num_patches_per_dimension", self.max_num_patches_per_dimension)
+        check_positive("max_num_patches_per_dimension", self.max_num_patches_per_dimension)
 
     def sampling(self, inputs: bool | None = None, patches: bool | None = None) -> Sampling:
         """Return the sub-sampling of the input factor of a convolution.

@@ -16,7 +16,14 @@ from typing import Any
 import numpy as np
 
 from kfac_engine._types import Array, Rows
-from kfac_engine.arguments import check_seed, flag, listed, number, texts, whole
+from kfac_engine.arguments import (
+    check_bool,
+    check_int,
+    check_list,
+    check_number,
+    check_seed,
+    check_texts,
+)
 from kfac_engine.curvature import block_products, refreshes
 from kfac_engine.curvature.block_products import Product, check_products, matpower
 from kfac_engine.curvature.blocks.base import GradsList, uses
@@ -45,21 +52,21 @@ def check_options(
             f"unknown estimation_mode '{estimation_mode}'{suggestion(estimation_mode, MODES)}; "
             f"choose one of: {', '.join(MODES)}."
         )
-    texts("variables", variables, "['w', 'b']")
-    for exp in listed("exps", exps, "(-1,)"):
-        number("each of exps", exp)
-    number("cov_ema_decay", cov_ema_decay)
+    check_texts("variables", variables, "['w', 'b']")
+    for exp in check_list("exps", exps, "(-1,)"):
+        check_number("each of exps", exp)
+    check_number("cov_ema_decay", cov_ema_decay)
     if not 0 <= cov_ema_decay <= 1:
         raise InputError(f"cov_ema_decay must lie in [0, 1], got {cov_ema_decay}.")
 
 
 def check_counts(seed: object, batch_size: object, needs_batch_size: bool) -> None:
     """Refuse a negative seed, and a batch size that is missing or below one, with an InputError."""
-    if flag("compute_params_stats", needs_batch_size) and batch_size is None:
+    if check_bool("compute_params_stats", needs_batch_size) and batch_size is None:
         raise InputError("Batch size needs to be passed in when compute_params_stats is True.")
     check_seed(seed)
     if batch_size is not None:
-        whole("batch_size", batch_size, least=1)
+        check_int("batch_size", batch_size, least=1)
 
 
 class Fisher(Sealed):
@@ -160,7 +167,7 @@ class Fisher(Sealed):
 
     @damping.setter
     def damping(self, value: float) -> None:
-        number("damping", value)
+        check_number("damping", value)
         if value < 0:
             raise InputError(f"damping must not be negative, got {value}.")
         self._damping = as_damping(value)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from math import inf
 from typing import TypeAlias
 
-from kfac_engine.arguments import flag, is_count, one_of, whole
+from kfac_engine.arguments import check_bool, check_choice, check_int, is_count
 from kfac_engine.distributed.owners import Load, slots
 from kfac_engine.registry import Registry
 
@@ -46,10 +46,10 @@ class Schedule:
 
     def __post_init__(self) -> None:
         """Raise ``InputError`` if a period, the policy or another value is not allowed."""
-        whole("covariance_every", self.covariance_every, least=1)
-        whole("refresh_every", self.refresh_every, least=1)
-        flag("overlap", self.overlap)
-        one_of("policy", self.policy, POLICIES)
+        check_int("covariance_every", self.covariance_every, least=1)
+        check_int("refresh_every", self.refresh_every, least=1)
+        check_bool("overlap", self.overlap)
+        check_choice("policy", self.policy, POLICIES)
 
 
 @dataclass(frozen=True, slots=True)

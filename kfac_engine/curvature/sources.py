@@ -12,10 +12,10 @@ import numpy as np
 from kfac_engine._types import Array
 from kfac_engine.backend.protocol import Backend
 from kfac_engine.curvature.estimation_modes import MODES, Draws, EstimationMode
-from kfac_engine.curvature.factors.base import FisherFactor, take
+from kfac_engine.curvature.factors.base import FisherFactor, named_arrays
 from kfac_engine.curvature.factors.readers import Readers
 from kfac_engine.curvature.factors.row_weights import ExamplePlaces, ExampleWeights, LayerRows
-from kfac_engine.distributed.shards import AnyGenerator, Placement, RowGenerator, RowRange
+from kfac_engine.distributed.shards import AnyGenerator, DrawAxis, RowGenerator, RowRange
 from kfac_engine.losses.base import RegisteredLoss
 from kfac_engine.losses.observed import root, times
 
@@ -68,7 +68,7 @@ class Sources:
     rows: RowRange | None = None  # the rows that this process has; None for the whole batch
     # Returns the place of the examples in the draws of each loss, by name; the first axis where
     # absent.
-    placements: Callable[[], Mapping[str, Placement]] = dict
+    placements: Callable[[], Mapping[str, DrawAxis]] = dict
     places: ExamplePlaces = field(default_factory=ExamplePlaces)  # where values have the examples
     # Name of a value whose first axis has the examples only; empty if the first axis of the first
     # loss input has them.
@@ -110,11 +110,11 @@ class Sources:
     def of_examples(self, readers: Readers, batch: MeasuredBatch) -> Iterator[dict[str, Array]]:
         """Yield the values of single examples that factors read, for each source."""
         assert self.examples is not None, "factors read gradients of single examples"
-        forward = take(batch.trace, readers.forward, self.backend)
+        forward = named_arrays(batch.trace, readers.forward, self.backend)
         names = tuple(readers.gradients.values())
         for cotangents in self._cotangents(batch):
             for gradients in self.examples(batch.trace, cotangents, names):
-                arrays = take(gradients, names, self.backend)
+                arrays = named_arrays(gradients, names, self.backend)
                 yield forward | {n: arrays[value] for n, value in readers.gradients.items()}
 
     def of_batch(
@@ -127,7 +127,7 @@ class Sources:
         """
         differentiated, backend = readers.gradients, self.backend
         trace, weights = batch.trace, batch.weights
-        forward = take(trace, readers.forward, backend)
+        forward = named_arrays(trace, readers.forward, backend)
         wrt = tuple(dict.fromkeys((*differentiated.values(), *self.variables)))
         layers: tuple[LayerRows, ...] = ()
         probed = False
@@ -138,7 +138,7 @@ class Sources:
             if probed:
                 forward |= self._probed_rows(layers, batch, weights)
         for cotangents in self._cotangents(batch):
-            gradients = take(trace.vjp(cotangents, wrt), wrt, backend) if wrt else {}
+            gradients = named_arrays(trace.vjp(cotangents, wrt), wrt, backend) if wrt else {}
             for name in self.variables:
                 gradient = gradients[name]
                 stats[name] = stats[name] + gradient if name in stats else gradient
@@ -155,8 +155,8 @@ class Sources:
     ) -> Iterator[dict[str, Array]]:
         """Yield the values of the only source of a mode, from gradients that exist already."""
         differentiated = readers.gradients
-        values = take(batch.trace, readers.forward, self.backend)
-        arrays = take(propagated, differentiated.values(), self.backend)
+        values = named_arrays(batch.trace, readers.forward, self.backend)
+        arrays = named_arrays(propagated, differentiated.values(), self.backend)
         propagated.clear()
         if batch.weights:
             layers, weights = self._layers_of(values), batch.weights
@@ -184,7 +184,7 @@ class Sources:
         cotangents = scaled(source, batch.scales)
         several = [cotangents, *([weights.times_roots(cotangents)] if weights.by_ratio else ())]
         gradients, *weighted = (
-            take(batch.trace.vjp(each, outputs), outputs, self.backend) for each in several
+            named_arrays(batch.trace.vjp(each, outputs), outputs, self.backend) for each in several
         )
         return weights.of_rows(layers, gradients, self.backend, *weighted)
 

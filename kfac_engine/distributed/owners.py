@@ -10,7 +10,7 @@ from heapq import heapreplace
 from itertools import groupby
 from math import ceil, isfinite
 
-from kfac_engine.arguments import whole
+from kfac_engine.arguments import check_int
 from kfac_engine.errors import InputError
 
 
@@ -46,7 +46,7 @@ def owners(works: Mapping[str, Load], size: int) -> dict[str, int]:
     ``InputError`` is raised if the number of ranks ``size`` is not a positive whole number, or if a
     load is negative or not finite.
     """
-    whole("size", size, least=1)
+    check_int("size", size, least=1)
     for key, work in works.items():
         if not (isfinite(work.cost) and work.cost >= 0 and work.bytes >= 0):
             raise InputError(f"the work '{key}' has the load {work}; both numbers must be >= 0.")
@@ -69,8 +69,8 @@ def slots(works: Mapping[str, Load], size: int, period: int) -> dict[str, Slot]:
     them. ``size`` is the number of ranks, ``period`` the number of phases. Errors are as for
     ``owners``.
     """
-    whole("size", size, least=1)
-    whole("period", period, least=1)
+    check_int("size", size, least=1)
+    check_int("period", period, least=1)
     return {
         key: Slot(place % size, place // size)
         for key, place in owners(works, size * period).items()

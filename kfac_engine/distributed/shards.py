@@ -13,7 +13,7 @@ from typing import TypeAlias, TypeVar, cast
 import numpy as np
 import numpy.typing as npt
 
-from kfac_engine.arguments import whole
+from kfac_engine.arguments import check_int
 from kfac_engine.errors import InputError, ShapeError, UnsupportedError
 
 # Numbers of other ranks that are drawn at a time, where they cannot be skipped: 512 KiB.
@@ -37,7 +37,7 @@ class RowRange:
     def __post_init__(self) -> None:
         """Check the numbers."""
         for name in ("start", "count", "whole"):
-            whole(name, getattr(self, name), least=0)
+            check_int(name, getattr(self, name), least=0)
         if self.start + self.count > self.whole:
             raise InputError(
                 f"a batch of {self.whole} examples has no {self.count} examples from index "
@@ -54,7 +54,7 @@ class RowRange:
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
+class DrawAxis:
     """Where the examples lie in random numbers."""
 
     # Index of the axis that contains the examples, or the examples and their positions; a negative
@@ -85,7 +85,7 @@ class RowGenerator:
         self,
         rng: np.random.Generator,
         rows: RowRange,
-        placements: Mapping[str, Placement] | None = None,
+        placements: Mapping[str, DrawAxis] | None = None,
         loss: str = "",
     ) -> None:
         self._rng, self._rows, self._loss = rng, rows, loss
@@ -152,7 +152,7 @@ class RowGenerator:
 
     def _layout(self, size: tuple[int, ...]) -> tuple[int, int]:
         """Return how often the sequence of all examples repeats, and how many numbers each has."""
-        placement = self._placements.get(self._loss, Placement())
+        placement = self._placements.get(self._loss, DrawAxis())
         axis, count = placement.axis % len(size), self._rows.count
         # Without an example, the number of positions on the axis cannot be determined.
         positions, rest = divmod(size[axis], count) if count else (1, size[axis])

@@ -26,7 +26,7 @@ from kfac_engine.engine.batch_shards import BatchShards, ExchangedPart
 from kfac_engine.engine.build import Assembly
 from kfac_engine.engine.curvature_products import CurvatureProducts
 from kfac_engine.engine.model_arrays import ModelArrays
-from kfac_engine.engine.rollback import quiet
+from kfac_engine.engine.rollback import ignore_overflow
 from kfac_engine.engine.sample_space import SampleSpace
 from kfac_engine.engine.validation import check_batch_size, check_finite, check_variances
 from kfac_engine.errors import DivergenceWarning, KfacError, NonFiniteError, warn
@@ -429,7 +429,7 @@ class BatchPasses:
     def _raise_with_origin(self, error: NonFiniteError, trace: Trace) -> NoReturn:
         """Raise an error as in a context of ``explained``, with the first node as well."""
         origin = origin_named(self._model, trace, self.objective)
-        with quiet(), self.explained(trace), origin:
+        with ignore_overflow(), self.explained(trace), origin:
             raise error
 
     def _joined(

@@ -13,7 +13,7 @@ from kfac_engine.distributed.agreement import Agreement, checksums
 from kfac_engine.distributed.messages import sum_arrays, summed
 from kfac_engine.distributed.protocol import Alone, Communicator
 from kfac_engine.distributed.shards import RowRange
-from kfac_engine.engine.rollback import quiet
+from kfac_engine.engine.rollback import ignore_overflow
 from kfac_engine.errors import InputError, ShapeError
 from kfac_engine.losses.objective import BatchSize, Objective, Observation
 from kfac_engine.runtime.trace import Trace
@@ -62,7 +62,7 @@ class BatchShards:
     @contextmanager
     def computing(self, name: str) -> Iterator[None]:
         """Return an ``Agreement.operation`` of products, which callers check for overflow."""
-        with single_threaded_blas(), quiet(), self.agreement.operation(name):
+        with single_threaded_blas(), ignore_overflow(), self.agreement.operation(name):
             yield
 
     def exchange_sizes(

@@ -28,7 +28,7 @@ from kfac_engine.curvature.fisher import Fisher
 from kfac_engine.datasets.examples import WEIGHTS, ExampleAxes
 from kfac_engine.distributed.agreement import Agreement
 from kfac_engine.distributed.protocol import Alone, Communicator
-from kfac_engine.distributed.shards import Placement
+from kfac_engine.distributed.shards import DrawAxis
 from kfac_engine.engine.example_gradients import ExampleGradients
 from kfac_engine.engine.file_losses import TakenLoss, taken_loss
 from kfac_engine.engine.loss_bindings import LossBinding, LossOptions, bind_losses
@@ -154,7 +154,7 @@ class Assembly:
         graphs = (*wrt, fisher.differentiated_alone)
         return tuple(self.model.backward(losses, tuple(dict.fromkeys(n))) for n in graphs if n)
 
-    def draw_placements(self) -> dict[str, Placement]:
+    def draw_placements(self) -> dict[str, DrawAxis]:
         """Return the axis of the examples in the random numbers of each loss, by its name.
 
         The model runs twice if an output has examples and positions on one axis.
@@ -171,7 +171,7 @@ class Assembly:
             # Samples of classes have no class axis. An axis behind it is counted from the end.
             if axis >= head.loss.class_axis % rank:
                 axis -= rank
-            placements[loss.name] = Placement(axis, orders.get(head.output, False))
+            placements[loss.name] = DrawAxis(axis, orders.get(head.output, False))
         return placements
 
 

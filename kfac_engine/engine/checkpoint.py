@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from kfac_engine._types import Array
-from kfac_engine.arguments import is_amount, is_count, texts
+from kfac_engine.arguments import check_texts, is_amount, is_count
 from kfac_engine.curvature.config import RelativeDamping, show_damping
 from kfac_engine.curvature.factors.base import FisherFactor
 from kfac_engine.curvature.schedule import is_planner_state
@@ -132,7 +132,7 @@ def load_state(
     values, statistics = file.below("parameter/"), file.below("buffer/")
     extras = Extras(file.value("extras", _is_object), file.below("extra/"))
     accept = expected.accept
-    of_caller = () if accept is None else texts("the result of accept", accept(extras), "[]")
+    of_caller = () if accept is None else check_texts("the result of accept", accept(extras), "[]")
     differences = _factor_differences(factors, saved, arrays)
     differences += _array_differences("parameter", parameters, values)
     differences += (*_array_differences("running statistic", buffers or {}, statistics), *of_caller)

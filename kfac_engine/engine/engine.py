@@ -10,7 +10,7 @@ from dataclasses import fields
 from pathlib import Path
 
 from kfac_engine._types import Array, whole_arrays
-from kfac_engine.arguments import flag, number, one_of, whole
+from kfac_engine.arguments import check_bool, check_choice, check_int, check_number
 from kfac_engine.backend.threads import single_threaded_blas
 from kfac_engine.compat.estimator import FisherEstimator
 from kfac_engine.curvature.block_products import Product
@@ -27,7 +27,7 @@ from kfac_engine.engine.checkpoint import Accept, Expected, Extras, State, load_
 from kfac_engine.engine.distribution import Distribution, Replicate
 from kfac_engine.engine.factors import Factors
 from kfac_engine.engine.loss_bindings import LossChoices
-from kfac_engine.engine.memory import Footprint, MemoryReport, unchecked
+from kfac_engine.engine.memory import Footprint, MemoryReport, unchecked_examples
 from kfac_engine.engine.options import (
     GATHERINGS,
     EngineOptions,
@@ -47,7 +47,7 @@ from kfac_engine.engine.report import (
     layer_reports,
 )
 from kfac_engine.engine.result import Result
-from kfac_engine.engine.rollback import Undo, quiet
+from kfac_engine.engine.rollback import Undo, ignore_overflow
 from kfac_engine.engine.shard import Shard
 from kfac_engine.engine.trainable_model import TrainableModel
 from kfac_engine.engine.validation import (
@@ -191,7 +191,7 @@ class Engine(Summarized, TrainableModel):
         """
         undo = Undo(self.fisher, self._model)
         operation = self.agreement.operation(name)
-        with HeldInterrupts(), single_threaded_blas(), quiet(), operation:
+        with HeldInterrupts(), single_threaded_blas(), ignore_overflow(), operation:
             try:
                 yield undo
             except BaseException:  # of several processes, the one that fails has another error
@@ -241,13 +241,13 @@ class Engine(Summarized, TrainableModel):
             InputError: Inputs, targets or ``gradients`` are wrong.
             NonFiniteError: The batch yields NaN or infinity; no state has changed.
         """
-        clock = StageClock(memory=flag("profile", profile))
+        clock = StageClock(memory=check_bool("profile", profile))
         with self.transaction("step") as undo:
-            one_of("gradients", gradients, GATHERINGS)
+            check_choice("gradients", gradients, GATHERINGS)
             parts = self.parts(inputs, targets)
             self.require_memory(parts)
             self.prepare()
-            moves = flag("update_buffers", update_buffers)
+            moves = check_bool("update_buffers", update_buffers)
             fisher, passes, exp = self.fisher, self._passes, self._exps[0]
             due = self.planner.observes(self.counter)
             with clock("forward"):
@@ -381,7 +381,7 @@ class Engine(Summarized, TrainableModel):
             NotReadyError: Nothing was observed yet.
         """
         with self._shards.computing("precondition"):
-            number("exp", exp)
+            check_number("exp", exp)
             return self.fisher.multiply_power(self._checked(gradients), exp)
 
     def multiply_cholesky(
@@ -470,8 +470,8 @@ class Engine(Summarized, TrainableModel):
             InputError: A number of examples or parts is not a positive whole number, or
                 ``statistics`` lies outside [0, 1].
         """
-        whole("batch_size", batch_size, least=1)
-        whole("accumulate", accumulate, least=1)
+        check_int("batch_size", batch_size, least=1)
+        check_int("accumulate", accumulate, least=1)
         return self._footprint_of(accumulate, statistics).peak(batch_size)
 
     def require_memory(
@@ -492,7 +492,9 @@ class Engine(Summarized, TrainableModel):
             MemoryLimitError: The batch does not fit; the message names what would fit.
         """
         parts = parts_of(inputs)
-        sizes = [unchecked(self._assembly, part, statistics=statistics) for part, _ in parts]
+        sizes = [
+            unchecked_examples(self._assembly, part, statistics=statistics) for part, _ in parts
+        ]
         if largest := max(sizes):
             self._footprint_of(len(parts), statistics).require(largest, more())
 
@@ -594,7 +596,7 @@ class Engine(Summarized, TrainableModel):
 
     def _footprint_of(self, parts: int, statistics: float) -> Footprint:
         if not isinstance(statistics, bool):
-            number("statistics", statistics)
+            check_number("statistics", statistics)
         if not 0 <= statistics <= 1:
             raise InputError(f"statistics must lie in [0, 1], got {statistics!r}.")
         if not statistics:

@@ -1,6 +1,6 @@
 """``factor_spectra``: the spectra of all factors of an engine."""
 
-from kfac_engine.arguments import instance, whole
+from kfac_engine.arguments import check_instance, check_int
 from kfac_engine.engine.engine import Engine
 from kfac_engine.engine.spectra import FactorSpectrum
 
@@ -22,7 +22,7 @@ def factor_spectra(engine: Engine, *, most_rows: int | None = None) -> tuple[Fac
         InputError: The bound is not a positive whole number.
         NotReadyError: The engine has no statistics.
     """
-    instance("engine", engine, Engine)
+    check_instance("engine", engine, Engine)
     if most_rows is not None:
-        whole("most_rows", most_rows, least=1)
+        check_int("most_rows", most_rows, least=1)
     return tuple(engine.factors.spectra(most_rows))

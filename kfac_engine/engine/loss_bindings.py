@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from kfac_engine._types import Array
-from kfac_engine.arguments import texts, whole
+from kfac_engine.arguments import check_int, check_texts
 from kfac_engine.errors import InputError, ShapeError, UnknownNameError, suggestion
 from kfac_engine.graph.analysis.subgraph import final_outputs
 from kfac_engine.graph.analysis.trainable import matching
@@ -82,8 +82,8 @@ class LossOptions:
             self._check_map(self.loss)
         self.choices  # noqa: B018 (they check themselves)
         if not isinstance(self.output, str | None):
-            texts("output", self.output, "['logits']")
-        whole("class_axis", self.class_axis, least=None)
+            check_texts("output", self.output, "['logits']")
+        check_int("class_axis", self.class_axis, least=None)
 
     @property
     def choices(self) -> list[LossKind | LossFunction]:
@@ -99,7 +99,7 @@ class LossOptions:
 
     def _check_map(self, losses: Mapping[str, LossChoice]) -> None:
         """Check a map from outputs to losses, none of which has an output already."""
-        texts("the outputs of loss", list(losses), "{'boxes': 'normal'}")
+        check_texts("the outputs of loss", list(losses), "{'boxes': 'normal'}")
         if self.output is not None:
             raise InputError(
                 f"loss={losses!r} names the outputs already; leave output={self.output!r} out."

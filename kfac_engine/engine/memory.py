@@ -81,7 +81,9 @@ class MemoryReport:
         return self.total - self.device
 
 
-def unchecked(assembly: Assembly, inputs: Mapping[str, Array], *, statistics: float) -> int:
+def unchecked_examples(
+    assembly: Assembly, inputs: Mapping[str, Array], *, statistics: float
+) -> int:
     """Return the number of examples of a batch; 0 if the memory of as many was checked before.
 
     The inputs are unchecked. ``statistics`` is the part of the examples that statistics measure.
@@ -97,7 +99,7 @@ def require_gradient(assembly: Assembly, inputs: Mapping[str, Array], more: int 
     The inputs are unchecked. ``more`` counts the bytes of further arrays that are allocated for the
     batch.
     """
-    examples = unchecked(assembly, inputs, statistics=False)
+    examples = unchecked_examples(assembly, inputs, statistics=False)
     if examples:
         Footprint(assembly).require(examples, more)
 

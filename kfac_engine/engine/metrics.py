@@ -16,7 +16,7 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 
 from kfac_engine._types import Array, Values
-from kfac_engine.arguments import listed
+from kfac_engine.arguments import check_list
 from kfac_engine.backend.namespace import array_module, as_array
 from kfac_engine.curvature.factors.row_weights import ExamplePlaces, ExampleWeights
 from kfac_engine.errors import InputError, NonFiniteError, ShapeError, UnsupportedError
@@ -193,7 +193,7 @@ def metrics_of(choices: Sequence[MetricChoice]) -> dict[str, Metric]:
     that has a name. A repeated name raises InputError.
     """
     metrics: dict[str, Metric] = {}
-    for choice in listed("metrics", choices, "['loss', 'accuracy']"):
+    for choice in check_list("metrics", choices, "['loss', 'accuracy']"):
         name, metric = _named(choice)
         if name in metrics:
             raise InputError(f"the metric '{name}' is named twice; name each once.")

@@ -10,15 +10,15 @@ from typing import Any, Concatenate, Literal, ParamSpec, TypeAlias, TypeVar, cas
 from kfac_engine._types import Array
 from kfac_engine.arguments import (
     MOST_THREADS,
+    check_bool,
+    check_choice,
+    check_int,
+    check_list,
+    check_mapping,
+    check_number,
+    check_patterns,
+    check_positive,
     check_seed,
-    dictionary,
-    flag,
-    listed,
-    number,
-    one_of,
-    patterns,
-    positive,
-    whole,
 )
 from kfac_engine.curvature.estimation_modes import MODES
 from kfac_engine.curvature.schedule import Schedule
@@ -138,32 +138,32 @@ class EngineOptions:
         self.losses  # noqa: B018 (they check themselves)
         self._check_curvature()
         for name in ("trainable", "freeze"):
-            patterns(name, getattr(self, name))
+            check_patterns(name, getattr(self, name))
         if self.threads is not None:
-            whole("threads", self.threads, least=1, most=MOST_THREADS)
+            check_int("threads", self.threads, least=1, most=MOST_THREADS)
         check_seed(self.seed)
         check_communicator(self.communicator)
-        one_of("distribution", self.distribution, DISTRIBUTIONS)
+        check_choice("distribution", self.distribution, DISTRIBUTIONS)
         for name in ("tie_weights", "train_form", "compute_cholesky", "compute_cholesky_inverse"):
-            flag(name, getattr(self, name))
+            check_bool(name, getattr(self, name))
         chosen_passes(self.graph_passes)
         for name, like in _DICTIONARIES.items():
-            dictionary(name, getattr(self, name), like)
+            check_mapping(name, getattr(self, name), like)
         for name, axis in (self.batch_axes or {}).items():
-            whole(f"batch_axes['{name}']", axis, least=None)
+            check_int(f"batch_axes['{name}']", axis, least=None)
         if not isinstance(self.backend, str):
             raise InputError(f"backend must be a name, such as 'numpy', got {self.backend!r}.")
 
     def _check_curvature(self) -> None:
-        for exp in listed("exps", self.exps, "(-1,)"):
-            number("each of exps", exp)
+        for exp in check_list("exps", self.exps, "(-1,)"):
+            check_number("each of exps", exp)
         if not self.exps:
             raise InputError("exps must name one power at least, such as (-1,).")
         check_damping(self.damping, self.exps)
-        number("ema_decay", self.ema_decay)
+        check_number("ema_decay", self.ema_decay)
         if not 0 <= self.ema_decay < 1:
             raise InputError(f"ema_decay must lie in [0, 1), got {self.ema_decay}.").of("ema_decay")
-        one_of("estimation_mode", self.estimation_mode, MODES)
+        check_choice("estimation_mode", self.estimation_mode, MODES)
         if self.schedule is not None:
             check_schedule(self.schedule)
 
@@ -175,7 +175,7 @@ class EngineOptions:
 
 def check_damping(damping: float, exps: Sequence[float]) -> None:
     """Refuse a damping that is not a positive number, or whose powers ``exps`` overflow."""
-    positive("damping", damping)
+    check_positive("damping", damping)
     for exp in exps:
         try:
             power = float(damping) ** exp

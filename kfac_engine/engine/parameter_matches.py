@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from kfac_engine._types import Array
-from kfac_engine.arguments import instance
+from kfac_engine.arguments import check_instance
 from kfac_engine.backend.namespace import as_array, on_host
 from kfac_engine.engine.engine import Engine
 from kfac_engine.errors import InputError, ShapeError, UnknownNameError, suggestion
@@ -138,7 +138,7 @@ def match_parameters(engine: Engine, arrays: Mapping[str, Array]) -> ParameterMa
         InputError: A parameter has no array or several, an exporter folded a normalization into it,
             or an exporter merged arrays of the module; the message names them.
     """
-    instance("engine", engine, Engine)
+    check_instance("engine", engine, Engine)
     return _Matching(engine, arrays).result()
 
 

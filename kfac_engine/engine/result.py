@@ -7,7 +7,7 @@ from math import sqrt
 import numpy as np
 
 from kfac_engine._types import Array
-from kfac_engine.arguments import positive
+from kfac_engine.arguments import check_positive
 from kfac_engine.errors import InputError
 from kfac_engine.graph.analysis.exporter_changes import Tie
 from kfac_engine.summary import Summarized, Summary, Table, counted, dimensions
@@ -72,8 +72,8 @@ class Result(Summarized):
             InputError: An argument is not positive, or the result lacks natural gradients or, under
                 the distribution ``"shard"``, gradients.
         """
-        positive("learning_rate", learning_rate)
-        positive("kl_clip", kl_clip)
+        check_positive("learning_rate", learning_rate)
+        check_positive("kl_clip", kl_clip)
         if not self.natural_gradients:
             raise InputError(
                 "the result has no natural gradients; use one of engine.step or precondition."

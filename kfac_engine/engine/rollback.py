@@ -92,7 +92,7 @@ class Undo:
         self._restore_draws()  # averages were stored after the batch had widened their types
 
 
-def quiet() -> np.errstate:
+def ignore_overflow() -> np.errstate:
     """Return a context without NumPy's warnings, for products that are checked for overflow."""
     return np.errstate(over="ignore", invalid="ignore")
 

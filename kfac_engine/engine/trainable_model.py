@@ -8,7 +8,7 @@ from typing import NoReturn
 import numpy as np
 
 from kfac_engine._types import Array
-from kfac_engine.arguments import flag, whole
+from kfac_engine.arguments import check_bool, check_int
 from kfac_engine.datasets.examples import Batch
 from kfac_engine.datasets.forms import Data
 from kfac_engine.distributed.agreement import Agreement
@@ -297,7 +297,7 @@ class TrainableModel(Sealed):
             parts = self.parts(inputs, targets)
             for of_part, _ in parts:
                 require_gradient(self._assembly, of_part)
-            moves = flag("update_buffers", update_buffers)
+            moves = check_bool("update_buffers", update_buffers)
             loss, gradients, notes, _ = self._differentiated(parts, moves)
             notes = (*self._standing_notes, *notes)
             return Result(loss, gradients, {}, notes, ties=self._model.ties)
@@ -360,7 +360,7 @@ class TrainableModel(Sealed):
         """
         with self.agreement.operation("curvature_products"):
             if examples is not None:
-                whole("examples", examples, least=1)
+                check_int("examples", examples, least=1)
             batch = trace if isinstance(trace, Trace) else self.parts(trace)
             return self._passes.curvature_products(batch, examples)
 

@@ -6,7 +6,7 @@ from math import prod
 import numpy as np
 
 from kfac_engine._types import Array
-from kfac_engine.arguments import flag
+from kfac_engine.arguments import check_bool
 from kfac_engine.autodiff.training_form import trains
 from kfac_engine.backend.memory_space import HOST, MemorySpace
 from kfac_engine.backend.namespace import numeric
@@ -168,6 +168,6 @@ def checked_extras(extras: object) -> Extras:
 
 def check_load(parameters: object, accept: object) -> None:
     """Refuse other arguments of ``load`` than a flag and a function, with an InputError."""
-    flag("parameters", parameters)
+    check_bool("parameters", parameters)
     if accept is not None and not callable(accept):
         raise InputError(f"accept must be a function of the extras, got {accept!r:.80}.")

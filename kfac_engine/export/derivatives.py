@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from kfac_engine._types import Array
-from kfac_engine.arguments import flag, listed, patterns, texts
+from kfac_engine.arguments import check_bool, check_list, check_patterns, check_texts
 from kfac_engine.autodiff.activity import activity, behind_quantizers
 from kfac_engine.autodiff.forward_builder import ForwardBuilder
 from kfac_engine.autodiff.forward_mode import Jet, Pairs, push_jets
@@ -102,18 +102,18 @@ def derivatives(  # noqa: PLR0913 (every choice a user has, each with a default)
         ModelError: An output does not depend on the input.
     """
     asked_for = [
-        flag("jacobian", jacobian),
-        flag("laplacian", laplacian),
-        flag("hessian", hessian),
-        flag("directional", directional),
-        *listed("selected", selected, '[("t",), ("x", "x")]'),
+        check_bool("jacobian", jacobian),
+        check_bool("laplacian", laplacian),
+        check_bool("hessian", hessian),
+        check_bool("directional", directional),
+        *check_list("selected", selected, '[("t",), ("x", "x")]'),
     ]
     if not any(asked_for):
         raise InputError(
             "no derivative is asked for; choose one or several of: jacobian=True, laplacian=True, "
             "hessian=True, directional=True, selected=[…]."
         )
-    patterns("outputs", outputs)
+    check_patterns("outputs", outputs)
     loaded = with_taken_branches(load_model(model), sample_inputs)
     entry, labels = points_input(loaded.graph, wrt)
     x = entry.name
@@ -348,7 +348,7 @@ def points_input(graph: Graph, wrt: object) -> tuple[Input, tuple[str, ...]]:
     labels: tuple[str, ...] = ()
     if isinstance(wrt, Mapping) and len(wrt) == 1:
         (wrt, features), *_ = wrt.items()
-        labels = tuple(texts("wrt", features, "{'x': ('t', 'x')}"))
+        labels = tuple(check_texts("wrt", features, "{'x': ('t', 'x')}"))
     known = {entry.name: entry for entry in graph.inputs}
     if not isinstance(wrt, str):
         raise InputError(

@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from kfac_engine._types import Array
-from kfac_engine.arguments import patterns
+from kfac_engine.arguments import check_patterns
 from kfac_engine.autodiff.differentiate import needed
 from kfac_engine.autodiff.forward_builder import ForwardBuilder
 from kfac_engine.autodiff.forward_mode import Jet, Pairs, push_jets
@@ -101,7 +101,7 @@ def equation(
             derivative is zero almost everywhere, or points depend on each other.
         ModelError: An output does not depend on the points.
     """
-    patterns("outputs", outputs)
+    check_patterns("outputs", outputs)
     _check_residuals(residuals)
     loaded = with_taken_branches(load_model(model), sample_inputs)
     entries = _entries(loaded.graph, wrt)

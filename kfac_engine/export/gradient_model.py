@@ -13,7 +13,7 @@ from typing import TypeAlias
 import numpy as np
 
 from kfac_engine._types import Array, DType
-from kfac_engine.arguments import dictionary, one_of, patterns
+from kfac_engine.arguments import check_choice, check_mapping, check_patterns
 from kfac_engine.autodiff.activity import (
     behind_jumps,
     left_out,
@@ -120,11 +120,11 @@ def differentiate(  # noqa: PLR0913 (every choice a user has, each with a defaul
         ModelError: The output depends on none of ``wrt``.
     """
     check_reduction(reduction)
-    one_of("provider", provider, PROVIDERS)
+    check_choice("provider", provider, PROVIDERS)
     target_inputs = TargetInputs(probabilities, weights, mask)
-    patterns("wrt", wrt)
-    patterns("freeze", freeze)
-    dictionary("batch_axes", batch_axes, "{'input': 1}")
+    check_patterns("wrt", wrt)
+    check_patterns("freeze", freeze)
+    check_mapping("batch_axes", batch_axes, "{'input': 1}")
     loaded = with_taken_branches(load_model(model), sample_inputs)
     narrow = {
         free_name(f"{GRADIENT}{name}", loaded.graph): dtype

@@ -11,7 +11,7 @@ from typing import Literal, TypeAlias, get_args
 import numpy as np
 
 from kfac_engine._types import DType
-from kfac_engine.arguments import flag, one_of
+from kfac_engine.arguments import check_bool, check_choice
 from kfac_engine.errors import InputError, UnsupportedError
 from kfac_engine.losses.base import LossFunction
 from kfac_engine.losses.categorical import CategoricalLogitsNegativeLogProbLoss
@@ -40,10 +40,10 @@ class TargetInputs:
 
     def __post_init__(self) -> None:
         """Check the values."""
-        flag("probabilities", self.probabilities)
+        check_bool("probabilities", self.probabilities)
         for name, form in (("weights", self.weights), ("mask", self.mask)):
             if form is not None:
-                one_of(name, form, FORMS)
+                check_choice(name, form, FORMS)
         if self.weights and self.mask:
             raise InputError(
                 "a file has an input for weights or for a mask; leave one of them out."

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kfac_engine._types import Array
-from kfac_engine.arguments import listed, whole
+from kfac_engine.arguments import check_int, check_list
 from kfac_engine.backend.namespace import array_module
 from kfac_engine.errors import InputError, ShapeError
 from kfac_engine.layers.packing import Packing
@@ -185,8 +185,8 @@ def convolution_form(  # noqa: PLR0913 (all parameters of a convolution)
     if data_format not in (last, first):
         raise InputError(f"data_format is '{data_format}'; choose '{last}' or '{first}'.")
     if not isinstance(padding, str):
-        for pair in listed("padding", padding, "((1, 1), (1, 1)) or 'SAME'"):
-            listed("each of padding", pair, "(1, 1)")
+        for pair in check_list("padding", padding, "((1, 1), (1, 1)) or 'SAME'"):
+            check_list("each of padding", pair, "(1, 1)")
     packing = Packing(weight_format or f"{spatial}IO", has_bias)
     patches = patch_view(
         kernel=packing.kernel(filter_shape),
@@ -242,8 +242,8 @@ def _spatial_entries(name: str, entries: Sequence[int] | None, data_format: str)
     axes = len(data_format) - 2
     if entries is None:
         return (1,) * axes
-    for entry in listed(name, entries, str([1] * (axes + 2))):
-        whole(f"each of {name}", entry, least=None)
+    for entry in check_list(name, entries, str([1] * (axes + 2))):
+        check_int(f"each of {name}", entry, least=None)
     sizes = tuple(int(entry) for entry in entries)
     if len(sizes) == axes + 2:
         batch_and_channel = sizes[0], sizes[data_format.index("C")]

@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Self, TypeAlias
 import numpy as np
 
 from kfac_engine._types import Array, OfValues, Values
-from kfac_engine.arguments import at_least_zero
+from kfac_engine.arguments import check_at_least_zero
 from kfac_engine.backend.namespace import array_module, as_array
 from kfac_engine.errors import InputError, RegistrationError, ShapeError, UnsupportedError
 from kfac_engine.losses.checks import (
@@ -42,7 +42,7 @@ _REAL = "biuf"
 
 def checked_weight(weight: float) -> float:
     """Return the factor of a loss; an InputError unless it is a finite number of at least 0."""
-    at_least_zero("weight", weight)
+    check_at_least_zero("weight", weight)
     return float(weight)
 
 

@@ -5,7 +5,7 @@ from typing import Protocol
 import numpy as np
 
 from kfac_engine._types import Array
-from kfac_engine.arguments import number, whole
+from kfac_engine.arguments import check_int, check_number
 from kfac_engine.backend.cpu.reductions import all_finite
 from kfac_engine.backend.namespace import array_module, as_array
 from kfac_engine.errors import InputError, NonFiniteError, ShapeError, UnknownNameError
@@ -141,7 +141,7 @@ def class_numbers(
 
 def smoothing(value: object) -> float:
     """Return a label smoothing, a number in [0, 1); raise an InputError for another value."""
-    number("label_smoothing", value)
+    check_number("label_smoothing", value)
     assert isinstance(value, int | float | np.number)  # checked
     if not 0 <= value < 1:
         raise InputError(f"label_smoothing must lie in [0, 1), got {value}.")
@@ -151,5 +151,5 @@ def smoothing(value: object) -> float:
 def ignored(value: object) -> int | None:
     """Return an ``ignore_index``, a whole number or None; raise an InputError for another value."""
     if value is not None:
-        whole("ignore_index", value, least=None)
+        check_int("ignore_index", value, least=None)
     return value  # type: ignore[return-value] # checked

@@ -18,7 +18,7 @@ from typing import Any, ClassVar, NoReturn
 import numpy as np
 
 from kfac_engine._types import Array, Values
-from kfac_engine.arguments import whole
+from kfac_engine.arguments import check_int
 from kfac_engine.backend.namespace import array_module, as_array, is_recorded
 from kfac_engine.backend.select import owner
 from kfac_engine.errors import InputError, ShapeError, UnsupportedError
@@ -72,7 +72,7 @@ class CTCNegativeLogProbLoss(LossFunction):
         batch_axis: int = 0,
     ) -> None:
         super().__init__((logits,), targets, seed, class_axis)
-        whole("blank", blank, least=0)
+        check_int("blank", blank, least=0)
         self.logits, self.blank, self.batch_axis = logits, blank, batch_axis
 
     def placed(self, axis: int) -> LossFunction:

@@ -8,7 +8,7 @@ from inspect import signature
 from typing import Any
 
 from kfac_engine._types import Array
-from kfac_engine.arguments import flag
+from kfac_engine.arguments import check_bool
 from kfac_engine.backend.namespace import array_module, as_array
 from kfac_engine.errors import ShapeError, UnknownNameError, suggestion
 from kfac_engine.losses.base import LossFunction, checked_weight
@@ -77,7 +77,10 @@ class LossKind:
         self, name: str, *, weight: float = 1.0, find_logits: bool = True, **options: Any
     ) -> None:
         self.name, self.options = name, options
-        self.weight, self.find_logits = checked_weight(weight), flag("find_logits", find_logits)
+        self.weight, self.find_logits = (
+            checked_weight(weight),
+            check_bool("find_logits", find_logits),
+        )
         known = list(signature(LOSSES[name]).parameters)[1:]
         for option in options:
             if option not in known or option in _PLACE:

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from kfac_engine._types import Array, Values
-from kfac_engine.arguments import positive
+from kfac_engine.arguments import check_positive
 from kfac_engine.backend.namespace import array_module
 from kfac_engine.errors import InputError, RegistrationError
 from kfac_engine.losses.base import ElementwiseLoss
@@ -76,7 +76,7 @@ class NormalMeanNegativeLogProbLoss(LocationLoss):
         ignore_index: int | None = None,
     ) -> None:
         super().__init__((mean,), targets, seed, class_axis, ignore_index)
-        positive(f"the variance of the loss on '{mean}'", var)
+        check_positive(f"the variance of the loss on '{mean}'", var)
         self.var = float(var)
 
     def negative_log_probs(self, values: Values, targets: Array) -> Array:

@@ -13,7 +13,7 @@ import numpy as np
 from scipy import special
 
 from kfac_engine._types import Array, Values
-from kfac_engine.arguments import positive
+from kfac_engine.arguments import check_positive
 from kfac_engine.backend.namespace import array_module
 from kfac_engine.errors import InputError
 from kfac_engine.losses.base import ElementwiseLoss
@@ -57,7 +57,7 @@ class LaplaceNegativeLogProbLoss(LocationLoss):
         ignore_index: int | None = None,
     ) -> None:
         super().__init__((mean,), targets, seed, class_axis, ignore_index)
-        positive(f"the scale of the loss on '{mean}'", scale)
+        check_positive(f"the scale of the loss on '{mean}'", scale)
         self.scale = float(scale)
 
     def negative_log_probs(self, values: Values, targets: Array) -> Array:
@@ -111,7 +111,7 @@ class HuberNegativeLogProbLoss(LocationLoss):
         ignore_index: int | None = None,
     ) -> None:
         super().__init__((mean,), targets, seed, class_axis, ignore_index)
-        positive(f"delta of the loss on '{mean}'", delta)
+        check_positive(f"delta of the loss on '{mean}'", delta)
         self.delta = float(delta)
         centre = sqrt(2 * pi) * erf(self.delta / sqrt(2))  # ∫ exp(−e²/2) within δ
         tails = 2 / self.delta * exp(-(self.delta**2) / 2)

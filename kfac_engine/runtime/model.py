@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import cached_property
 
 from kfac_engine._types import Array
-from kfac_engine.arguments import MOST_THREADS, patterns, whole
+from kfac_engine.arguments import MOST_THREADS, check_int, check_patterns
 from kfac_engine.autodiff.activity import left_out
 from kfac_engine.autodiff.canonicalize.linear_products import plain_products
 from kfac_engine.autodiff.canonicalize.weights import fold_weight_operands
@@ -27,7 +27,7 @@ from kfac_engine.autodiff.training_form import (
 from kfac_engine.backend.memory_space import HOST, MemorySpace
 from kfac_engine.backend.namespace import array_module
 from kfac_engine.errors import BackendError
-from kfac_engine.graph.analysis.exporter_changes import find_ties, gathered, spread, tied
+from kfac_engine.graph.analysis.exporter_changes import find_ties, merge_ties, spread, tied
 from kfac_engine.graph.analysis.subgraph import SubGraph, of_constants
 from kfac_engine.graph.analysis.trainable import trainable_parameters
 from kfac_engine.graph.load import LoadedModel, ModelSource, load_model as load
@@ -307,7 +307,7 @@ class OnnxModel:
         Raises:
             InputError: The arrays of a parameter and a tied weight differ.
         """
-        return gathered(self.ties, values)
+        return merge_ties(self.ties, values)
 
     def static_shape(self, name: str) -> tuple[int, ...] | None:
         """Return the shape of a value that depends on constants alone; None for other values."""
@@ -520,10 +520,10 @@ def load_model(
         UnknownNameError: A pattern matches no floating-point constant.
         ModelError: The model has no parameter to train.
     """
-    patterns("trainable", trainable)
-    patterns("freeze", freeze)
+    check_patterns("trainable", trainable)
+    check_patterns("freeze", freeze)
     if threads is not None:
-        whole("threads", threads, least=0, most=MOST_THREADS)
+        check_int("threads", threads, least=0, most=MOST_THREADS)
     return OnnxModel(
         load(source),
         trainable=trainable,

@@ -13,7 +13,7 @@ import numpy as np
 import onnxruntime as ort
 
 from kfac_engine._types import Array
-from kfac_engine.arguments import dictionary
+from kfac_engine.arguments import check_mapping
 from kfac_engine.errors import InputError, ModelError, ShapeError, UnknownNameError, suggestion
 from kfac_engine.graph.edits.adapters import adapter_names
 from kfac_engine.graph.edits.model import EditedModel
@@ -53,7 +53,7 @@ def save_adapter(
         ModelError: The model has no adapters.
         ShapeError: A value has another shape than in the model.
     """
-    dictionary("parameters", parameters, "{'fc.lora_A': array}")
+    check_mapping("parameters", parameters, "{'fc.lora_A': array}")
     target = checked_path(path)
     edited = EditedModel(model)
     values = {name: edited.constants[name] for name in _names(edited)}

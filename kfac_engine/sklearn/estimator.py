@@ -15,7 +15,7 @@ from sklearn.utils import check_random_state
 from sklearn.utils.validation import _check_sample_weight, check_is_fitted, validate_data
 
 from kfac_engine._types import Array
-from kfac_engine.arguments import flag, listed, whole
+from kfac_engine.arguments import check_bool, check_int, check_list
 from kfac_engine.backend.namespace import refuse_mask
 from kfac_engine.engine.engine import Engine
 from kfac_engine.errors import InputError
@@ -235,7 +235,7 @@ class OnnxEstimator(BaseEstimator, ABC):  # type: ignore[misc] # published witho
         targets = arrays[1]
         callbacks: list[Callback] = []
         validation, schedule, patience = None, self.schedule, self.early_stop
-        if flag("early_stopping", self.early_stopping) and patience is None:
+        if check_bool("early_stopping", self.early_stopping) and patience is None:
             patience = _PATIENCE
         if patience is not None:
             callbacks = [EarlyStop(patience=patience), BestWeights()]
@@ -263,8 +263,8 @@ class OnnxEstimator(BaseEstimator, ABC):  # type: ignore[misc] # published witho
 
     def _equal_batches(self, examples: int) -> dict[str, int]:
         """Return sizes of batches of equal size that leave out the fewest examples, for ``fit``."""
-        whole("batch_size", self.batch_size, least=1)
-        whole("accumulate", self.accumulate, least=1)
+        check_int("batch_size", self.batch_size, least=1)
+        check_int("accumulate", self.accumulate, least=1)
         batch = examples // ceil(examples / (self.batch_size * self.accumulate))
         parts = ceil(batch / self.batch_size)
         return {"batch_size": batch // parts, "accumulate": parts}
@@ -272,8 +272,8 @@ class OnnxEstimator(BaseEstimator, ABC):  # type: ignore[misc] # published witho
     def _source(self, features: int, outputs: int) -> ModelSource:
         """Return the model before the training."""
         if self.model is None:
-            for size in listed("hidden", self.hidden, "(100,)"):
-                whole("each of hidden", size, least=1)
+            for size in check_list("hidden", self.hidden, "(100,)"):
+                check_int("each of hidden", size, least=1)
             return dense_network((features, *self.hidden, outputs), self._seed())
         return self.model(features, outputs) if callable(self.model) else self.model
 
@@ -289,7 +289,7 @@ class OnnxEstimator(BaseEstimator, ABC):  # type: ignore[misc] # published witho
     def _outputs(self, X: Any) -> Array:
         """Return the output of the trained model for examples in the form of ``fit``."""
         model = self._fitted()
-        whole("batch_size", self.batch_size, least=1)
+        check_int("batch_size", self.batch_size, least=1)
         rows, shape = as_rows(X)
         rows = validate_data(self, rows, reset=False, accept_sparse="csr")
         return model.outputs(model.example.values(rows, shape), self.batch_size)

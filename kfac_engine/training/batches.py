@@ -6,7 +6,7 @@ from numbers import Real
 from typing import Any, Protocol
 
 from kfac_engine._types import Array
-from kfac_engine.arguments import number
+from kfac_engine.arguments import check_number
 from kfac_engine.datasets.examples import Batch, ExampleAxes
 from kfac_engine.datasets.forms import Data, GivenBatches, as_batches, examples_of
 from kfac_engine.datasets.shards import (
@@ -104,7 +104,7 @@ def run_data(
         return RunData(GivenBatches(data, axes, share, parts=accumulate), held_out_batches)
     whole_size = batch_size * accumulate
     if isinstance(validation, Real):
-        number("validation", validation)
+        check_number("validation", validation)
         used, held_out = _split(examples, float(validation), seed)
         ordered = OrderedBatches(examples, batch_size, held_out, share)
         shuffled = ShuffledBatches(examples, whole_size, seed, used, share, accumulate)

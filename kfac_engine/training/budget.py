@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from math import cos, pi
 from typing import TypeAlias
 
-from kfac_engine.arguments import positive, whole
+from kfac_engine.arguments import check_int, check_positive
 from kfac_engine.errors import InputError
 from kfac_engine.registry import Registry
 
@@ -41,9 +41,9 @@ class Budget:
         """
         for name in ("epochs", "steps"):
             if getattr(self, name) is not None:
-                whole(name, getattr(self, name), least=1)
+                check_int(name, getattr(self, name), least=1)
         if self.seconds is not None:
-            positive("seconds", self.seconds)
+            check_positive("seconds", self.seconds)
 
     def spent(self, position: Position, per_epoch: int | None) -> float:
         """Return the part of the budget that is spent, in [0, 1].

@@ -8,7 +8,7 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 
 from kfac_engine._types import Array
-from kfac_engine.arguments import positive
+from kfac_engine.arguments import check_positive
 from kfac_engine.curvature.schedule import NEVER, Schedule
 from kfac_engine.datasets.examples import Batch
 from kfac_engine.distributed.shards import RowRange
@@ -21,7 +21,7 @@ Result = TypeVar("Result")
 
 def check_part(name: str, value: float) -> None:
     """Raise an InputError unless a value is a number in (0, 1]."""
-    positive(name, value)
+    check_positive(name, value)
     if value > 1:
         raise InputError(f"{name} must lie in (0, 1], got {value!r}.").of(name)
 

@@ -6,7 +6,7 @@ Source: Martens & Grosse 2015, arXiv:1503.05671, section 6.5.
 from dataclasses import dataclass
 from math import isinf, isnan, nan
 
-from kfac_engine.arguments import positive, whole
+from kfac_engine.arguments import check_int, check_positive
 from kfac_engine.errors import InputError
 
 # Reduction ratios above the first lower the damping; ratios below the second raise the damping.
@@ -37,9 +37,9 @@ class DampingAdaptation:
         Raises:
             InputError: A value lies outside its range.
         """
-        whole("interval", self.interval, least=1)
-        positive("decay", self.decay)
-        positive("min_damping", self.min_damping)
+        check_int("interval", self.interval, least=1)
+        check_positive("decay", self.decay)
+        check_positive("min_damping", self.min_damping)
         if self.decay >= 1:
             raise InputError(f"decay must lie in (0, 1), got {self.decay!r}.")
 

@@ -7,7 +7,7 @@ from math import sqrt
 import numpy as np
 
 from kfac_engine._types import Array
-from kfac_engine.arguments import flag, listed, positive
+from kfac_engine.arguments import check_bool, check_list, check_positive
 from kfac_engine.backend.namespace import is_recorded
 from kfac_engine.datasets.examples import Batch
 from kfac_engine.engine.engine import Engine
@@ -186,7 +186,7 @@ class SGD(_FirstOrder):
     ) -> None:
         super().__init__(engine, learning_rate, weight_decay, non_finite)
         fraction("momentum", momentum)
-        flag("nesterov", nesterov)
+        check_bool("nesterov", nesterov)
         rules = dict.fromkeys(self._names, HeavyBall(momentum, nesterov))
         self._set_up(_Setting(self._units(), rules, False, momentum))
 
@@ -284,7 +284,7 @@ class Muon(_FirstOrder):
     ) -> None:
         super().__init__(engine, learning_rate, weight_decay, non_finite)
         fraction("momentum", momentum)
-        flag("nesterov", nesterov)
+        check_bool("nesterov", nesterov)
         check_rate("adam_rate", adam_rate)
         units = self._units(lambda _: True)
         rules: dict[str, Rule] = dict.fromkeys(units.split(self._parameters()), adaptive_moments())
@@ -304,10 +304,10 @@ def adaptive_moments(
     betas: tuple[float, float] = (0.9, 0.999), epsilon: float = 1e-8
 ) -> AdaptiveMoments:
     """Return Adam's rule; an InputError where a number lies outside its range."""
-    if len(listed("betas", betas, "(0.9, 0.999)")) != 2:
+    if len(check_list("betas", betas, "(0.9, 0.999)")) != 2:
         raise InputError(f"betas must be two numbers, such as (0.9, 0.999), got {betas!r:.80}.")
     for beta in betas:
         fraction("each of betas", beta)
-    positive("epsilon", epsilon)
+    check_positive("epsilon", epsilon)
     beta1, beta2 = betas
     return AdaptiveMoments(beta1, beta2, epsilon)

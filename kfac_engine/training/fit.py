@@ -10,7 +10,7 @@ from inspect import signature
 from pathlib import Path
 from typing import Any
 
-from kfac_engine.arguments import check_seed, flag, whole
+from kfac_engine.arguments import check_bool, check_int, check_seed
 from kfac_engine.datasets.files import files_of
 from kfac_engine.datasets.first_examples import with_first_examples
 from kfac_engine.datasets.forms import Data, refuse_separate_targets
@@ -205,11 +205,11 @@ def fit(  # noqa: PLR0913 (the options of a run, one after the other)
 
 
 def _check_plain(batch_size: int, accumulate: int, seed: int, **flags: bool) -> None:
-    whole("batch_size", batch_size, least=1)
-    whole("accumulate", accumulate, least=1)
+    check_int("batch_size", batch_size, least=1)
+    check_int("accumulate", accumulate, least=1)
     check_seed(seed)
     for name, value in flags.items():
-        flag(name, value)
+        check_bool(name, value)
 
 
 def _warn_of(notes: Iterable[str]) -> None:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from scipy.linalg import lapack
 
 from kfac_engine._types import Array
-from kfac_engine.arguments import at_least_zero, positive
+from kfac_engine.arguments import check_at_least_zero, check_positive
 from kfac_engine.datasets.examples import Batch
 from kfac_engine.engine.engine import Engine
 from kfac_engine.engine.memory import MemoryReport
@@ -255,7 +255,7 @@ class GaussNewton(Optimizer):
     ) -> None:
         super().__init__(engine, learning_rate, 0.0, non_finite)
         fraction("momentum", momentum)
-        at_least_zero("l2", l2)
+        check_at_least_zero("l2", l2)
         if not engine.agreement.alone:
             raise InputError(
                 "GaussNewton runs in one process, because it needs all rows of a batch together; "
@@ -279,7 +279,7 @@ class GaussNewton(Optimizer):
 
     @damping.setter
     def damping(self, value: float) -> None:
-        positive("damping", value)
+        check_positive("damping", value)
         if value < self._l2:
             raise InputError(
                 f"damping is {value!r} and contains l2, which is {self._l2!r}; give a damping of "
@@ -358,7 +358,7 @@ class GaussNewton(Optimizer):
         return {**super()._numbers(), "damping": self._damping}
 
     def _check_numbers(self, numbers: Mapping[str, float]) -> None:
-        positive("damping", numbers["damping"])
+        check_positive("damping", numbers["damping"])
 
     def _set_numbers(self, numbers: Mapping[str, float]) -> None:
         super()._set_numbers(numbers)

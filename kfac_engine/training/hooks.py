@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from kfac_engine.arguments import listed
+from kfac_engine.arguments import check_list
 from kfac_engine.errors import InputError, suggestion
 from kfac_engine.training.checkpoint import SavedState
 from kfac_engine.training.history import Record, check_entries
@@ -152,7 +152,7 @@ class Hooks(Callback):
     """
 
     def __init__(self, callbacks: Sequence["Callback | StepFunction"]) -> None:
-        entries = listed("callbacks", callbacks, "[kfac_engine.EarlyStop()]")
+        entries = check_list("callbacks", callbacks, "[kfac_engine.EarlyStop()]")
         self._callbacks = self._every_callback = [_as_callback(callback) for callback in entries]
         self._closing = ExitStack()
         for hook in ("evaluated_weights", "final_weights"):

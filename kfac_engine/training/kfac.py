@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple, cast
 import numpy as np
 
 from kfac_engine._types import Array
-from kfac_engine.arguments import at_least_zero, positive, whole
+from kfac_engine.arguments import check_at_least_zero, check_int, check_positive
 from kfac_engine.curvature.config import RelativeDamping
 from kfac_engine.curvature.schedule import Schedule
 from kfac_engine.datasets.examples import Batch
@@ -201,11 +201,11 @@ class KfacOptimizer(Optimizer):
         if momentum is None:
             momentum = AVERAGE if rule == AUTO else _MOMENTUM
         super().__init__(engine, rate, weight_decay, non_finite)  # type: ignore[arg-type] # no text
-        at_least_zero("l2", l2)
-        positive("update_length", update_length)
+        check_at_least_zero("l2", l2)
+        check_positive("update_length", update_length)
         check_rate("adam_rate", adam_rate)
         check_part("statistics_part", statistics_part)
-        whole("statistics_every", statistics_every, least=1)
+        check_int("statistics_every", statistics_every, least=1)
         _check_rule(rule, momentum)
         adaptation = _adaptation(adapt_damping)
         relative = _is_relative(rule, damping, adaptation)
@@ -259,7 +259,7 @@ class KfacOptimizer(Optimizer):
 
     def _engine_damping(self, value: float) -> float:
         """Return the damping of the engine for a given one; raise an InputError for a wrong one."""
-        positive("damping", value)
+        check_positive("damping", value)
         relative = self._rule.relative
         if not relative and value < self._l2:
             raise InputError(

@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple, NoReturn, TypeAlias
 import numpy as np
 
 from kfac_engine._types import Array, DType
-from kfac_engine.arguments import at_least_zero, number, one_of
+from kfac_engine.arguments import check_at_least_zero, check_choice, check_number
 from kfac_engine.datasets.examples import Batch
 from kfac_engine.engine.batch_parts import Inputs
 from kfac_engine.engine.engine import Engine
@@ -136,8 +136,8 @@ class Optimizer(Summarized, Sealed, ABC):
                 f"with Engine.from_onnx."
             )
         check_rate("learning_rate", learning_rate)
-        at_least_zero("weight_decay", weight_decay)
-        one_of("non_finite", non_finite, POLICIES)
+        check_at_least_zero("weight_decay", weight_decay)
+        check_choice("non_finite", non_finite, POLICIES)
         _check_types(engine)
         self.engine = engine
         self._names = trained_names(engine)
@@ -193,7 +193,7 @@ class Optimizer(Summarized, Sealed, ABC):
             NonFiniteError: The batch yields NaN or infinity; parameters and state are unchanged.
         """
         with HeldInterrupts(), self.engine.agreement.operation("Optimizer.step"):
-            at_least_zero("scale", scale)
+            check_at_least_zero("scale", scale)
             return self._step(self.engine.parts(inputs, targets), scale * self._restraint)
 
     def _step(self, batch: Sequence[Batch], scale: float) -> StepReport:
@@ -415,12 +415,12 @@ def _show_option(value: object) -> str:
 def check_rate(name: str, value: object) -> None:
     """Refuse a learning rate that is neither a function nor a number of at least 0."""
     if not callable(value):
-        at_least_zero(name, value)
+        check_at_least_zero(name, value)
 
 
 def fraction(name: str, value: object) -> None:
     """Raise an InputError unless a value is a number in [0, 1)."""
-    number(name, value)
+    check_number(name, value)
     if not 0 <= value < 1:  # type: ignore[operator] # a number
         raise InputError(f"{name} must lie in [0, 1), got {value!r}.").of(name)
 
@@ -433,7 +433,7 @@ def evaluated_rate(rate: Rate, step: int) -> float:
     if not callable(rate):  # it was checked when it was set
         return float(rate)
     value = rate(step)
-    at_least_zero(f"the learning rate of step {step}", value)
+    check_at_least_zero(f"the learning rate of step {step}", value)
     return float(value)
 
 

@@ -7,7 +7,7 @@ from math import inf, nan
 from statistics import median
 from typing import TypeVar
 
-from kfac_engine.arguments import whole
+from kfac_engine.arguments import check_int
 from kfac_engine.datasets.examples import Batch, numbered_in_data
 from kfac_engine.errors import DivergenceError, DivergenceWarning, NonFiniteError, warn
 from kfac_engine.system.deferred_signals import HeldInterrupts
@@ -46,7 +46,7 @@ class Recovery(Callback):
     part = "rollback"
 
     def __init__(self, optimizer: Optimizer, most: int) -> None:
-        whole("rollbacks", most, least=0)
+        check_int("rollbacks", most, least=0)
         self._optimizer, self._most = optimizer, most
         self._count = 0
         self._first: list[float] = []

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self, TypeAlias
 
-from kfac_engine.arguments import is_amount, is_count, whole
+from kfac_engine.arguments import check_int, is_amount, is_count
 from kfac_engine.distributed.agreement import Agreement
 from kfac_engine.distributed.protocol import Alone
 from kfac_engine.errors import InputError, RankError
@@ -61,7 +61,7 @@ class RunCheckpoint:
     ) -> None:
         self._agreement = agreement or Agreement(Alone())
         if every is not None:
-            whole("checkpoint_every", every, least=1)
+            check_int("checkpoint_every", every, least=1)
         self._every, self._options = every, options or {}
         self._file = None if folder is None else checked_path(folder) / CHECKPOINT
         self._records: RecordFile | None = None

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from kfac_engine._types import Array
-from kfac_engine.arguments import one_of, whole
+from kfac_engine.arguments import check_choice, check_int
 from kfac_engine.autodiff.differentiate import needed
 from kfac_engine.autodiff.training_form import inference_form
 from kfac_engine.curvature.config import RelativeDamping
@@ -142,10 +142,10 @@ def export_training(  # noqa: PLR0913 (every choice a user has, each with a defa
         UserWarning: The model leaves the size of an axis open, which the files fix.
     """
     folder = _checked_folder(path)
-    one_of("noise", noise, NOISE)
-    one_of("provider", provider, PROVIDERS)
-    whole("steps_per_call", steps_per_call, least=1)
-    whole("accumulate", accumulate, least=1)
+    check_choice("noise", noise, NOISE)
+    check_choice("provider", provider, PROVIDERS)
+    check_int("steps_per_call", steps_per_call, least=1)
+    check_int("accumulate", accumulate, least=1)
     if steps_per_call > 1 and noise == "input":
         raise UnsupportedError(
             "the random numbers are inputs of one step; leave steps_per_call out, or take noise="

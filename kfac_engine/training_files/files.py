@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from kfac_engine._types import Array, DType
-from kfac_engine.arguments import at_least_zero, check_seed, whole
+from kfac_engine.arguments import check_at_least_zero, check_int, check_seed
 from kfac_engine.backend.namespace import as_array, numeric
 from kfac_engine.datasets.examples import ExampleAxes
 from kfac_engine.datasets.forms import Data
@@ -125,8 +125,8 @@ class TrainingFiles:
         Raises:
             InputError: The data, an argument or the state is wrong.
         """
-        whole("steps", steps, least=1)
-        whole("batch_size", batch_size, least=1)
+        check_int("steps", steps, least=1)
+        check_int("batch_size", batch_size, least=1)
         check_seed(seed)
         current = self.initial() if state is None else self.load(state)
         losses: list[float] = []
@@ -139,7 +139,7 @@ class TrainingFiles:
             first = start + len(losses)
             rates = [rate(first + k) if callable(rate) else rate for k in range(len(group))]
             for k, value in enumerate(rates):
-                at_least_zero(f"the rate of step {first + k}", value)
+                check_at_least_zero(f"the rate of step {first + k}", value)
             arrays, values = (_stacked(group), rates) if several else (group[0], rates[0])
             results = self._call(current, arrays, np.array(values, np.float32))
             new = {name: results[f"{_NEW}{name}"] for name in current}

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from kfac_engine.arguments import flag, whole
+from kfac_engine.arguments import check_bool, check_int
 from kfac_engine.datasets.examples import Batch
 from kfac_engine.datasets.first_examples import with_first_examples
 from kfac_engine.datasets.forms import Data, Path, batches_of
@@ -70,8 +70,8 @@ def verify(
             single number for the whole batch.
     """
     for name, value in (("examples", examples), ("parameters", parameters)):
-        whole(name, value, least=1)
-    flag("progress", progress)
+        check_int(name, value, least=1)
+    check_bool("progress", progress)
     if isinstance(model, Engine) and not model.agreement.alone:
         raise UnsupportedError(
             "verify checks in one process; pass the file of the model instead of an engine with a "

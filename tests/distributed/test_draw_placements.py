@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import kfac_engine as ke
-from kfac_engine.distributed.shards import Placement, RowRange
+from kfac_engine.distributed.shards import DrawAxis, RowRange
 from tests import models
 from tests.distributed.threads import run
 
@@ -46,11 +46,11 @@ MODELS = {
 INPUT_AXES = {"steps first": 1, "steps, classes": 1}
 CLASS_AXES = {"steps, classes": 1}
 EXPECTED = {
-    "examples first": Placement(0),
-    "steps first": Placement(1),
-    "steps, classes": Placement(-1),
-    "steps of each example": Placement(0),
-    "examples of each step": Placement(0, positions_first=True),
+    "examples first": DrawAxis(0),
+    "steps first": DrawAxis(1),
+    "steps, classes": DrawAxis(-1),
+    "steps of each example": DrawAxis(0),
+    "examples of each step": DrawAxis(0, positions_first=True),
 }
 CUTS = [0, 1, 4, 6]
 # From (examples, steps, …) to the axes of the model.
@@ -136,7 +136,7 @@ def test_an_order_of_equal_examples_is_not_known_and_refused():
         batch_axes={"input": 0},
         sample_inputs={"input": np.ones((3, STEPS, WIDTH))},  # equal examples
     )
-    assert engine._assembly.draw_placements() == {"loss_0": Placement(0, None)}
+    assert engine._assembly.draw_placements() == {"loss_0": DrawAxis(0, None)}
     engine.estimator.rows = RowRange(0, 2, 6)
     engine.fisher.sources.placements = engine._assembly.draw_placements
     with pytest.raises(ke.UnsupportedError, match="unknown order"):

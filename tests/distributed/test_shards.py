@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from kfac_engine.curvature.estimation_modes import MODES
-from kfac_engine.distributed.shards import Placement, RowGenerator, RowRange
+from kfac_engine.distributed.shards import DrawAxis, RowGenerator, RowRange
 from kfac_engine.errors import InputError, ShapeError, UnsupportedError
 from kfac_engine.losses import RegisteredLoss
 from tests.losses.loss_cases import CASES, by_name
@@ -102,7 +102,7 @@ def test_examples_may_lie_on_any_axis(counts, kind, shape, axis, positions, posi
     # The axis of the examples alone.
     expected = DRAWS[kind](one, split)
     alone = index + positions_first
-    placements = {"loss": Placement(axis, positions_first)}
+    placements = {"loss": DrawAxis(axis, positions_first)}
     for rows in rows_of(counts):
         rng = np.random.default_rng(2)
         generator = RowGenerator(rng, rows, placements).of("loss")

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from scipy.linalg import qr
 
 from kfac_engine._types import Array, Params
-from kfac_engine.arguments import number
+from kfac_engine.arguments import check_number
 from kfac_engine.backend.namespace import as_array, numeric
 from kfac_engine.errors import InputError, NonFiniteError, ShapeError, UnknownNameError
 from kfac_engine.layers.parameter_slices import ParameterSlice
@@ -336,7 +336,7 @@ def checked_damping(
                 f"are: {', '.join(names)}."
             )
         where = f"damping of '{name}'" if name else "damping"
-        number(where, value)
+        check_number(where, value)
         if not 0 <= value < inf:
             raise InputError(f"{where} must not be negative, got {value}.")
     missing = [name for name in names if name not in numbers] if "" not in numbers else []

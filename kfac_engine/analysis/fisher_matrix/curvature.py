@@ -30,11 +30,11 @@ from kfac_engine.analysis.fisher_matrix.files import (
 )
 from kfac_engine.analysis.fisher_matrix.layout import Layout
 from kfac_engine.analysis.fisher_matrix.options import assembled
-from kfac_engine.arguments import check_seed, number, whole
+from kfac_engine.arguments import check_int, check_number, check_seed
 from kfac_engine.backend.namespace import on_host
 from kfac_engine.backend.threads import single_threaded_blas
 from kfac_engine.engine.layer_gradients import read_layers
-from kfac_engine.engine.rollback import quiet
+from kfac_engine.engine.rollback import ignore_overflow
 from kfac_engine.engine.trainable_model import TrainableModel
 from kfac_engine.errors import InputError, UnknownNameError, UnsupportedError
 from kfac_engine.graph.load import ModelSource
@@ -189,7 +189,7 @@ class Curvature:
         Raises:
             InputError: The damping is negative, or the power does not exist.
         """
-        number("power", power)
+        check_number("power", power)
         level, row = self._checked(damping), np.zeros((1, self.vector.size))
         for block in self.blocks:
             row[:, block.places] = block.spectrum.diagonal(block.powers(level, power))
@@ -220,7 +220,7 @@ class Curvature:
             ShapeError: An array has another shape.
             NonFiniteError: An array contains NaN or infinity.
         """
-        number("power", power)
+        check_number("power", power)
         level, arrays = self._checked(damping), self.on_host(vectors)
         rows, several = self.vector.join(arrays)
         product = np.zeros_like(rows)
@@ -244,7 +244,7 @@ class Curvature:
         Raises:
             InputError: An argument is wrong, or the damped matrix is singular.
         """
-        whole("count", count, least=1)
+        check_int("count", count, least=1)
         check_seed(seed)
         level, generator = self._checked(damping), np.random.default_rng(seed)
         rows = np.empty((count, self.vector.size))
@@ -313,7 +313,7 @@ class Curvature:
             UnsupportedError: The examples of a parameter without a layer cannot be separated; the
                 message names it.
         """
-        with single_threaded_blas(), quiet():
+        with single_threaded_blas(), ignore_overflow():
             for tile in _tiles(self.layout, *gradient_sources(self.layout, inputs, targets)):
                 yield tile.without_sources()
 
@@ -335,7 +335,7 @@ class Curvature:
             UnsupportedError: Several losses read several values, or the examples are not on the
                 first axis of the value.
         """
-        with single_threaded_blas(), quiet():
+        with single_threaded_blas(), ignore_overflow():
             yield from _tiles(self.layout, *jacobian_sources(self.layout, inputs))
 
     # -- files ------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from kfac_engine.engine.build import Assembly
 from kfac_engine.engine.layer_gradients import read_layers
 from kfac_engine.engine.memory import require_gradient
 from kfac_engine.engine.options import by_keyword
-from kfac_engine.engine.rollback import quiet
+from kfac_engine.engine.rollback import ignore_overflow
 from kfac_engine.engine.trainable_model import TrainableModel
 from kfac_engine.errors import InputError
 from kfac_engine.graph.load import ModelSource
@@ -160,7 +160,7 @@ def measured(
     ``pairs`` are inputs and targets, which are read ``options.passes`` times.
     """
     measurement = _Measurement(TrainableModel(assembly), Layout(assembly, options), estimator)
-    with single_threaded_blas(), quiet():
+    with single_threaded_blas(), ignore_overflow():
         measurement.prepare()
         measurement.read_all(pairs)
         return Curvature(

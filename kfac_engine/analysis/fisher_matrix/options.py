@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from glob import escape
 
 from kfac_engine._types import Array
-from kfac_engine.arguments import dictionary, one_of
+from kfac_engine.arguments import check_choice, check_mapping
 from kfac_engine.autodiff.differentiate import needed
 from kfac_engine.curvature.approximations import KINDS
 from kfac_engine.curvature.blocks.base import uses
@@ -79,10 +79,10 @@ class CurvatureOptions:
         Raises:
             InputError: An option is outside its range, or two options contradict each other.
         """
-        one_of("structure", self.structure, STRUCTURES)
-        one_of("fisher", self.fisher, FISHERS)
-        one_of("biases", self.biases, BIASES)
-        one_of("layers", self.layers, LAYERS)
+        check_choice("structure", self.structure, STRUCTURES)
+        check_choice("fisher", self.fisher, FISHERS)
+        check_choice("biases", self.biases, BIASES)
+        check_choice("layers", self.layers, LAYERS)
         if self.draws is not None and self.fisher != "sampled":
             raise InputError(
                 f"draws are targets of fisher='sampled', but fisher is '{self.fisher}'; leave them "
@@ -90,7 +90,7 @@ class CurvatureOptions:
             )
         if self.biases == "separate" and self.structure == "full":
             raise InputError("structure='full' is one matrix, in which no bias is separate.")
-        dictionary("approximations", self.approximations, "{'conv2d': 'diagonal'}")
+        check_mapping("approximations", self.approximations, "{'conv2d': 'diagonal'}")
         if self.approximations and self.structure == "full":
             raise InputError(
                 "structure='full' is one matrix, in which no layer has an approximation of its "

@@ -17,7 +17,7 @@ from kfac_engine.backend.threads import single_threaded_blas
 from kfac_engine.datasets.examples import Batch
 from kfac_engine.datasets.forms import Data, batches_of
 from kfac_engine.engine.layer_gradients import Gradients
-from kfac_engine.engine.rollback import quiet
+from kfac_engine.engine.rollback import ignore_overflow
 from kfac_engine.errors import InputError, NonFiniteError
 from kfac_engine.losses.objective import BatchSize, Objective
 
@@ -111,7 +111,7 @@ class Influence:
         """
         batches = self._batches_of(train, 2)
         rows: list[Float] = []
-        with single_threaded_blas(), quiet():
+        with single_threaded_blas(), ignore_overflow():
             for query in self._gradients(self._batches_of(queries, 1), "queries"):
                 for vectors in self._preconditioned(query):
                     products = {key: Products(vector) for key, vector in vectors.items()}
@@ -141,7 +141,7 @@ class Influence:
             UnsupportedError: The examples of a parameter without a layer cannot be separated.
         """
         parts: list[Float] = []
-        with single_threaded_blas(), quiet():
+        with single_threaded_blas(), ignore_overflow():
             for batch in self._gradients(self._batches_of(train, 1), "training data"):
                 total = np.zeros(self._examples(batch))
                 for block, examples, gradients in self._tiles(batch):

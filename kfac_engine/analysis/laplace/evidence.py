@@ -20,7 +20,7 @@ from scipy.sparse.csgraph import connected_components
 from kfac_engine.analysis.fisher_matrix.blocks import Block, Float, Part
 from kfac_engine.analysis.fisher_matrix.curvature import Curvature
 from kfac_engine.analysis.laplace.likelihood import Likelihood
-from kfac_engine.arguments import number
+from kfac_engine.arguments import check_number
 from kfac_engine.errors import InputError
 
 Prior = float | Mapping[str, float]
@@ -183,7 +183,7 @@ def precision_of(group: ParameterGroup, prior: Prior) -> float:
 
 def checked_positive(name: str, value: float) -> float:
     """Return a number after a check that it is positive and finite; an InputError otherwise."""
-    number(name, value)
+    check_number(name, value)
     if not 0 < value < inf:
         raise InputError(f"{name} must be positive and finite, got {value}.").of(name)
     return value

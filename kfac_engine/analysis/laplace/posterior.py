@@ -14,10 +14,10 @@ from kfac_engine.analysis.laplace.evidence import MarginalLikelihood, Prior, che
 from kfac_engine.analysis.laplace.export import export_variance
 from kfac_engine.analysis.laplace.likelihood import Likelihood, Outputs
 from kfac_engine.analysis.laplace.predictive import LINKS, Linearization, Predictive
-from kfac_engine.arguments import check_seed, flag, whole
+from kfac_engine.arguments import check_bool, check_int, check_seed
 from kfac_engine.backend.threads import single_threaded_blas
 from kfac_engine.datasets.forms import Data, whole_batch
-from kfac_engine.engine.rollback import quiet
+from kfac_engine.engine.rollback import ignore_overflow
 from kfac_engine.errors import InputError
 from kfac_engine.losses.observed import Targets
 
@@ -106,7 +106,7 @@ class Laplace:
         Raises:
             InputError: An argument is not a whole number.
         """
-        whole("count", count, least=1)
+        check_int("count", count, least=1)
         check_seed(seed)
         vector, generator = self.curvature.vector, np.random.default_rng(seed)
         rows = np.empty((count, vector.size))
@@ -168,7 +168,7 @@ class Laplace:
             InputError: The evidence has no maximum, the curvature was measured without targets, or
                 the arguments contradict each other.
         """
-        flag("noise", noise)
+        check_bool("noise", noise)
         if validation is not None:
             if noise:
                 raise InputError("the noise is chosen by the evidence; leave validation out.")
@@ -224,13 +224,13 @@ class Laplace:
             MemoryLimitError: The joint covariance does not fit into the memory.
         """
         function = LINKS[link]
-        flag("joint", joint)
-        whole("samples", samples, least=1)
+        check_bool("joint", joint)
+        check_int("samples", samples, least=1)
         check_seed(seed)
         outputs, linear = Outputs.of(self.curvature), Linearization(self.curvature)
         arrays, _ = whole_batch(inputs, self.curvature.model.example_axes, labeled=False)
         powers = self._powers(self.prior_precision)
-        with single_threaded_blas(), quiet():
+        with single_threaded_blas(), ignore_overflow():
             mean, (variance,) = linear.variances(arrays, [powers])
             covariance = linear.covariance(arrays, powers) if joint else None
             generator = np.random.default_rng(seed)
@@ -304,7 +304,7 @@ class Laplace:
         observed = outputs.observed(inputs, targets)
         candidates, best = _PRECISIONS, 0
         for _ in range(2):
-            with single_threaded_blas(), quiet():
+            with single_threaded_blas(), ignore_overflow():
                 powers = [self._powers(float(precision)) for precision in candidates]
                 mean, variances = linear.variances(inputs, powers)
                 scores = [

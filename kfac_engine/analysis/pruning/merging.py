@@ -6,7 +6,7 @@ import numpy as np
 
 from kfac_engine._types import Array
 from kfac_engine.analysis.fisher_matrix.curvature import Curvature, checked_curvature
-from kfac_engine.arguments import listed, number
+from kfac_engine.arguments import check_list, check_number
 from kfac_engine.backend.namespace import as_array, numeric
 from kfac_engine.engine.trainable_model import TrainableModel
 from kfac_engine.errors import InputError, NonFiniteError, ShapeError
@@ -39,8 +39,8 @@ def merge(
         ShapeError: A parameter has different shapes.
         NonFiniteError: A parameter contains NaN or infinity.
     """
-    listed("models", models, "[first.parameters, second.parameters]")
-    listed("curvatures", curvatures, "[first, second]")
+    check_list("models", models, "[first.parameters, second.parameters]")
+    check_list("curvatures", curvatures, "[first, second]")
     if len(models) < 2 or len(models) != len(curvatures):
         raise InputError(
             f"merge needs two or more models and a curvature of each, got {len(models)} models and "
@@ -49,11 +49,11 @@ def merge(
     for curvature in curvatures:
         checked_curvature(curvature, "merge")
     shares = [1.0] * len(models) if weights is None else weights
-    listed("weights", shares, "[1.0, 2.0]")
+    check_list("weights", shares, "[1.0, 2.0]")
     if len(shares) != len(models):
         raise InputError(f"{len(shares)} weights are given for {len(models)} models.")
     for share in shares:
-        number("weights", share)
+        check_number("weights", share)
         if share <= 0:
             raise InputError(f"weights must be positive, got {share}.")
     shapes = curvatures[0].vector.shapes

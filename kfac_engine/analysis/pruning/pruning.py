@@ -13,7 +13,7 @@ from scipy.sparse.linalg import LinearOperator, cg
 from kfac_engine._types import Array
 from kfac_engine.analysis.fisher_matrix.blocks import Block, Float, Places
 from kfac_engine.analysis.fisher_matrix.curvature import Curvature, Damping, checked_curvature
-from kfac_engine.arguments import number, one_of, texts, whole
+from kfac_engine.arguments import check_choice, check_int, check_number, check_texts
 from kfac_engine.errors import InputError
 from kfac_engine.graph.analysis.trainable import matching
 from kfac_engine.registry import Registry
@@ -110,7 +110,7 @@ def saliency(
         UnknownNameError: The method is unknown.
         InputError: The damping is negative, or the damped matrix is singular.
     """
-    one_of("blocks", blocks, BLOCKS)
+    check_choice("blocks", blocks, BLOCKS)
     entries = METHODS[method](checked_curvature(curvature, "saliency"), damping, blocks)
     return {
         name: 0.5 * np.square(array, dtype=np.float64) * entries[name]
@@ -217,7 +217,7 @@ def _chosen(curvature: Curvature, parameters: Sequence[str] | None) -> Mask:
         for places in curvature.layout.weights:
             mask[places] = True
         return mask
-    texts("parameters", parameters, "['fc1.weight']")
+    check_texts("parameters", parameters, "['fc1.weight']")
     for name in matching(parameters, list(vector.shapes), "parameter"):
         start = vector.starts[name]
         mask[start : start + prod(vector.shapes[name])] = True
@@ -228,11 +228,11 @@ def _smallest(scores: Float, chosen: Mask, sparsity: float | None, count: int | 
     """Return a mask of the smallest scores of the chosen entries; earlier ones win ties."""
     candidates = np.flatnonzero(chosen)
     if sparsity is not None:
-        number("sparsity", sparsity)
+        check_number("sparsity", sparsity)
         if not 0 <= sparsity < 1:
             raise InputError(f"sparsity must be in [0, 1), got {sparsity}.").of("sparsity")
         count = round(sparsity * candidates.size)
-    whole("count", count, least=0)
+    check_int("count", count, least=0)
     assert count is not None
     if count > candidates.size:
         raise InputError(

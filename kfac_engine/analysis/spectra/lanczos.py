@@ -15,7 +15,7 @@ from scipy.linalg import eigh_tridiagonal
 from scipy.sparse.linalg import LinearOperator, aslinearoperator
 
 from kfac_engine.analysis.fisher_matrix.blocks import Float
-from kfac_engine.arguments import check_seed, number, whole
+from kfac_engine.arguments import check_int, check_number, check_seed
 from kfac_engine.errors import InputError
 from kfac_engine.system import memory_limits
 
@@ -122,7 +122,7 @@ class SpectrumEstimate:
         return result
 
     def _require_positive(self, damping: float) -> None:
-        number("damping", damping)
+        check_number("damping", damping)
         if not self.smallest + damping > 0:
             raise InputError(
                 f"the matrix has eigenvalues down to {self.smallest:.4g}, so that it is not "
@@ -151,8 +151,8 @@ def estimate_spectrum(
             finite ones.
         MemoryLimitError: The Lanczos vectors do not fit into the memory.
     """
-    whole("vectors", vectors, least=1)
-    whole("steps", steps, least=1)
+    check_int("vectors", vectors, least=1)
+    check_int("steps", steps, least=1)
     check_seed(seed)
     A = _operator(operator)
     if A.shape[0] != A.shape[1]:
@@ -205,6 +205,6 @@ def _rule(A: LinearOperator, start: Float, steps: int) -> tuple[Float, Float]:
 
 
 def _check_positive(name: str, value: float) -> None:
-    number(name, value)
+    check_number(name, value)
     if not 0 < value < inf:
         raise InputError(f"{name} must be positive and finite, got {value}.")

@@ -50,7 +50,7 @@ _MOST_CHARACTERS = 80
 # -- the values of a batch ------------------------------------------------------------------------
 
 
-def take(values: Named, names: Iterable[str], backend: Backend) -> dict[str, Array]:
+def named_arrays(values: Named, names: Iterable[str], backend: Backend) -> dict[str, Array]:
     """Return values of a batch as arrays of the backend, which are views where possible.
 
     ``UnknownNameError`` is raised if a value is missing.
@@ -254,7 +254,7 @@ class FisherFactor(ABC):
             KfacError: As ``check``. Factors of one collection must read equal numbers of examples.
         """
         lengths = (name for name in self.statistic.lengths() if name in values)
-        arrays = take(values, (*self.statistic.names(), *lengths), self.backend)
+        arrays = named_arrays(values, (*self.statistic.names(), *lengths), self.backend)
         self.check(arrays)
         others = ((f.name, f.statistic) for f in self.companions.values() if f is not self)
         check_examples((self.name, self.statistic), others, values, self.backend)

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, TypeVar
 
-from kfac_engine.arguments import instance
+from kfac_engine.arguments import check_instance
 from kfac_engine.backend.protocol import Backend
 from kfac_engine.backend.select import select
 from kfac_engine.curvature.config import CollectionConfig
@@ -49,7 +49,7 @@ class FactorOwner(LossCollection):
         self.graph = graph
         self.subgraph: SubGraph | None = None
         self.config = CollectionConfig() if config is None else config
-        instance("config", self.config, CollectionConfig)
+        check_instance("config", self.config, CollectionConfig)
         self.backend = select(backend) if isinstance(backend, str) else backend
         self.fisher_factors: dict[tuple[object, ...], FisherFactor] = {}
         self.data: frozenset[str] = frozenset()

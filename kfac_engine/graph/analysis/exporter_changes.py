@@ -236,7 +236,7 @@ def spread(ties: Iterable[Tie], values: Mapping[str, Array]) -> dict[str, Array]
     return {**values, **copies}
 
 
-def gathered(ties: Iterable[Tie], values: Mapping[str, Array]) -> dict[str, Array]:
+def merge_ties(ties: Iterable[Tie], values: Mapping[str, Array]) -> dict[str, Array]:
     """Return arrays of the original weights in place of the arrays of copies.
 
     An array for a weight or for one of its copies suffices. Different arrays for a weight and its

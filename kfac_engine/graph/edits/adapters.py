@@ -14,7 +14,7 @@ import onnx
 from onnx import helper
 
 from kfac_engine._types import Array
-from kfac_engine.arguments import check_seed, patterns, positive, whole
+from kfac_engine.arguments import check_int, check_patterns, check_positive, check_seed
 from kfac_engine.errors import InputError, ModelError, UnsupportedError
 from kfac_engine.graph.analysis.exporter_changes import is_generated, module_path
 from kfac_engine.graph.analysis.trainable import matching
@@ -75,9 +75,9 @@ def add_adapters(
         ModelError: The model has no layer that is wide enough.
         UnsupportedError: The operator set is older than 7.
     """
-    whole("rank", rank, least=1, most=_MOST_RANK)
-    patterns("layers", layers)
-    positive("alpha", alpha)
+    check_int("rank", rank, least=1, most=_MOST_RANK)
+    check_patterns("layers", layers)
+    check_positive("alpha", alpha)
     check_seed(seed)
     edited = EditedModel(model)
     if edited.opset < _BROADCASTS:

@@ -15,7 +15,7 @@ import onnx
 from onnx import helper
 
 from kfac_engine._types import DType
-from kfac_engine.arguments import check_seed, whole
+from kfac_engine.arguments import check_int, check_seed
 from kfac_engine.errors import (
     InputError,
     ModelError,
@@ -130,7 +130,7 @@ def _count(classes: int | None, outputs: int | None) -> int:
             "numbers."
         )
     name, count = ("outputs", outputs) if classes is None else ("classes", classes)
-    whole(name, count, least=1, most=_MOST_OUTPUTS)
+    check_int(name, count, least=1, most=_MOST_OUTPUTS)
     assert count is not None
     return int(count)
 

@@ -17,7 +17,7 @@ from typing import Final
 import numpy as np
 
 from kfac_engine._types import Array
-from kfac_engine.arguments import texts
+from kfac_engine.arguments import check_texts
 from kfac_engine.autodiff.differentiate import Backward
 from kfac_engine.backend.memory_space import HOST
 from kfac_engine.errors import BackendError
@@ -124,7 +124,7 @@ def chosen_passes(names: Sequence[str] | None) -> frozenset[str]:
     """
     if names is None:
         return frozenset(PASSES)
-    texts("graph_passes", names, "['blocked_layout']")
+    check_texts("graph_passes", names, "['blocked_layout']")
     for name in names:
         PASSES[name]
     return frozenset(names)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from math import inf
 
-from kfac_engine.arguments import at_least_zero, whole
+from kfac_engine.arguments import check_at_least_zero, check_int
 from kfac_engine.engine.metrics import METRICS, Direction, metrics_of
 from kfac_engine.errors import InputError, UnknownNameError, suggestion
 from kfac_engine.training.checkpoint import COUNTER, SavedState
@@ -29,7 +29,7 @@ class _BestValidation(Callback):
 
     def __init__(self, metric: str, better: Direction | None, least_change: float) -> None:
         self.metric, self._sign = metric, _sign(type(self).__name__, metric, better)
-        at_least_zero("least_change", least_change)
+        check_at_least_zero("least_change", least_change)
         self._least_change = least_change
         self._score, self.best_step = inf, 0  # lower scores are better
 
@@ -85,7 +85,7 @@ class EarlyStop(_BestValidation):
         better: Direction | None = None,
     ) -> None:
         super().__init__(metric, better, least_change)
-        whole("patience", patience, least=1)
+        check_int("patience", patience, least=1)
         self.patience = patience
         self.waits = 0
 
