@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from kfac_engine._types import Array
+from kfac_engine.backend.namespace import recordable
 from kfac_engine.backend.protocol import Backend
 from kfac_engine.backend.window import Window
 from kfac_engine.errors import ShapeError
@@ -91,6 +92,7 @@ def example_sums(backend: Backend, x: Array, ds: Array, axes: tuple[int, ...]) -
     return joined
 
 
+@recordable
 def draw_classes(backend: Backend, logits: Array, uniforms: Array, axis: int) -> Array:
     """Return a class for each row of ``softmax(logits)``, sampled with the numbers ``uniforms``."""
     xp = backend.xp
@@ -118,6 +120,7 @@ def scale(out: Array, beta: float) -> None:
         out *= beta
 
 
+@recordable
 def split_features(rows: Array, groups: int, taps: int) -> Array:
     """Return rows ``(n, t, taps·channels)`` by group: ``(n, groups, t, taps·channels/groups)``."""
     n, t, features = rows.shape

@@ -1,9 +1,9 @@
 """Conversion of arrays between libraries, for code without a backend."""
 
 import sys
-from collections.abc import Mapping
-from types import ModuleType
-from typing import Any
+from collections.abc import Callable, Mapping
+from types import CodeType, FunctionType, ModuleType
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -13,8 +13,23 @@ from kfac_engine.errors import InputError
 
 _LIBRARIES = ("numpy", "cupy")
 _RECORDED = "kfac_engine"  # arrays of training files, which bring their functions
+Function = TypeVar("Function", bound=Callable[..., Any])
+# The name of each function that is marked as ``recordable``, by its code.
+RECORDABLE: dict[CodeType, str] = {}
 
 
+def recordable(function: Function) -> Function:
+    """Mark a function that training files call with recorded arrays; return it.
+
+    It, and what it calls with them, must compute by functions of arrays alone: a recorded array has
+    no entries to read or to branch by, unless ``is_recorded`` chooses another way.
+    """
+    assert isinstance(function, FunctionType), "marks are below other decorators"
+    RECORDABLE[function.__code__] = f"{function.__module__}.{function.__qualname__}"
+    return function
+
+
+@recordable
 def array_module(array: Array) -> ModuleType:
     """Return the module of an array, ``numpy`` or ``cupy``.
 

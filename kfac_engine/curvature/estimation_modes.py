@@ -28,7 +28,7 @@ from math import sqrt
 from typing import Literal, TypeAlias
 
 from kfac_engine._types import Array, Values
-from kfac_engine.backend.namespace import array_module
+from kfac_engine.backend.namespace import array_module, recordable
 from kfac_engine.distributed.shards import AnyGenerator, generator_of
 from kfac_engine.errors import InputError, RegistrationError, ShapeError, UnknownNameError
 from kfac_engine.losses.base import LossFunction, RegisteredLoss
@@ -98,6 +98,7 @@ class EstimationMode:
         return self.sources(losses, arrays, rng, draws or {})
 
 
+@recordable
 def _sampled_gradients(
     losses: Sequence[RegisteredLoss], values: Values, rng: AnyGenerator, draws: Draws
 ) -> Iterator[Cotangents]:

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from kfac_engine.backend.namespace import is_recorded
+from kfac_engine.backend.namespace import is_recorded, recordable
 from kfac_engine.curvature.blocks.base import FisherBlock, uses
 from kfac_engine.curvature.collection import LayerCollection
 from kfac_engine.curvature.factors.base import FisherFactor
@@ -64,6 +64,7 @@ def early_rates(
     return passes / refresh, products / refresh
 
 
+@recordable
 def least_period(rates: tuple[Any, Any], examples: Any) -> Any:
     """Return the least number of steps between two refreshes, for ``early_rates``.
 

@@ -10,6 +10,7 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 
 from kfac_engine._types import Array
+from kfac_engine.backend.namespace import recordable
 from kfac_engine.backend.protocol import Backend
 from kfac_engine.curvature.estimation_modes import MODES, Draws, EstimationMode
 from kfac_engine.curvature.factors.base import FisherFactor, named_arrays
@@ -203,6 +204,7 @@ class Sources:
             yield scaled(source, batch.scales)
 
 
+@recordable
 def scaled(source: Mapping[str, Array], scales: Scales) -> dict[str, Array]:
     """Return each cotangent times the scale of its loss input; a missing scale counts as 1."""
     pairs = {name: (array, scales.get(name, 1.0)) for name, array in source.items()}

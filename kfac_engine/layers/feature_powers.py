@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from kfac_engine._types import Array, Values
-from kfac_engine.backend.namespace import array_module, is_recorded
+from kfac_engine.backend.namespace import array_module, is_recorded, recordable
 from kfac_engine.backend.protocol import Backend
 from kfac_engine.layers.grouped import StackedDenseView
 from kfac_engine.layers.views import PatchView, RowView, View
@@ -81,6 +81,7 @@ class FeaturePowers:
         self._inputs, self._backend = inputs, backend
         self.sums: Array | None = None
 
+    @recordable
     def add(self, values: Values, examples: Any, weights: Iterable[Array | None] = ()) -> None:
         """Add a part of a batch with a number of examples.
 

@@ -13,6 +13,7 @@ from types import ModuleType
 from typing import ClassVar
 
 from kfac_engine._types import Array, Rows, Vector
+from kfac_engine.backend.namespace import recordable
 from kfac_engine.backend.protocol import Backend
 from kfac_engine.backend.window import Window
 from kfac_engine.errors import InputError, ShapeError
@@ -39,6 +40,7 @@ class GroupedPacking(Packing):
     # of ``(*kernel, d_in / taps, groups·d_out)``.
     multiplier_last: bool = False
 
+    @recordable
     def pack(self, vector: Vector, where: object, xp: ModuleType) -> Array:
         rows = Packing.pack(self, vector, where, xp)
         if rows.shape[0 if self.multiplier_last else 1] % self.groups:
@@ -51,6 +53,7 @@ class GroupedPacking(Packing):
         packed: Array = xp.ascontiguousarray(stack)
         return packed
 
+    @recordable
     def unpack(self, matrix: Array, like: Vector) -> Vector:
         columns = matrix.shape[2] * (1 if self.multiplier_last else self.groups)
         return Packing.unpack(self, matrix.swapaxes(0, 1).reshape(-1, columns), like)
@@ -226,6 +229,7 @@ class StackedDensePacking(Packing):
 
     one_matrix: ClassVar[bool] = False
 
+    @recordable
     def pack(self, vector: Vector, where: object, xp: ModuleType) -> Array:
         parts = self.arrays(vector, where)
         weight = parts[0]
@@ -241,6 +245,7 @@ class StackedDensePacking(Packing):
         packed: Array = xp.concatenate([weight, parts[1].reshape(stack, 1, d_out)], axis=1)
         return packed
 
+    @recordable
     def unpack(self, matrix: Array, like: Vector) -> Vector:
         assert not isinstance(like, Rows)  # ``pack`` refuses them
         parts = like if isinstance(like, tuple | list) else (like,)

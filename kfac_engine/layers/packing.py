@@ -7,6 +7,7 @@ from types import ModuleType
 from typing import ClassVar
 
 from kfac_engine._types import Array, DType, Rows, Vector
+from kfac_engine.backend.namespace import recordable
 from kfac_engine.errors import InputError, ShapeError, UnsupportedError
 
 # Weight format to the permutation of axes to (*spatial, in, out).
@@ -206,6 +207,7 @@ class Packing:
             weight = weight.reshape([shape[axis] for axis in layout.read]).transpose(layout.back)
         return weight.astype(like.dtype, order="C", copy=False)
 
+    @recordable
     def pack(self, vector: Vector, where: object, xp: ModuleType) -> Array:
         """Return the packed matrix of a weight or a ``(weight, bias)`` pair.
 
@@ -247,6 +249,7 @@ class Packing:
         adjoint = self.weight_format.translate({ord("I"): "O", ord("O"): "I"})
         return replace(alone, weight_format=adjoint), weight.swapaxes(inputs, outputs)
 
+    @recordable
     def unpack(self, matrix: Array, like: Vector) -> Vector:
         """Convert a packed matrix to new arrays in the shapes and types of ``like``."""
         assert not isinstance(like, Rows)  # ``pack`` refuses them

@@ -12,7 +12,7 @@ from typing import TypeVar
 import numpy as np
 
 from kfac_engine._types import Array, Rows, entries
-from kfac_engine.backend.namespace import array_module, on_device
+from kfac_engine.backend.namespace import array_module, on_device, recordable
 from kfac_engine.layers.grouped import StackedDensePacking
 from kfac_engine.layers.packing import Packing
 
@@ -54,6 +54,7 @@ class ParameterSlice:
         return self._device_index
 
 
+@recordable
 def split(
     parts: Mapping[str, Sequence[ParameterSlice]], arrays: Mapping[str, Entries]
 ) -> dict[str, Entries]:
@@ -70,6 +71,7 @@ def is_whole(parts: Sequence[ParameterSlice]) -> bool:
     return len(parts) == 1 and parts[0].index is None
 
 
+@recordable
 def join(
     parts: Sequence[ParameterSlice], arrays: Mapping[str, Entries], like: Entries, rest: float
 ) -> Entries:

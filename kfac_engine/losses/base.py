@@ -19,7 +19,7 @@ import numpy as np
 
 from kfac_engine._types import Array, OfValues, Values
 from kfac_engine.arguments import check_at_least_zero
-from kfac_engine.backend.namespace import array_module, as_array
+from kfac_engine.backend.namespace import array_module, as_array, recordable
 from kfac_engine.errors import InputError, RegistrationError, ShapeError, UnsupportedError
 from kfac_engine.losses.checks import (
     Named,
@@ -442,6 +442,7 @@ class LossFunction(ABC):
         )
         return self.weigh(values, labels, counts)
 
+    @recordable
     def weigh(self, values: Values, labels: Array | None, counts: Array | None) -> Observed:
         """Return the targets, and a weight for each term of the loss.
 
@@ -491,6 +492,7 @@ class LossFunction(ABC):
         self.check_target_array(values, targets)
         return targets, counts
 
+    @recordable
     def masked(
         self, values: Values, targets: Array, counts: Array | None
     ) -> tuple[Array, Array | None]:

@@ -13,7 +13,7 @@ from typing import ClassVar
 import numpy as np
 
 from kfac_engine._types import Array, Values
-from kfac_engine.backend.namespace import array_module
+from kfac_engine.backend.namespace import array_module, recordable
 from kfac_engine.errors import InputError, ShapeError
 from kfac_engine.losses.base import ElementwiseLoss
 from kfac_engine.losses.checks import (
@@ -63,6 +63,7 @@ class MultiBernoulliNegativeLogProbLoss(ElementwiseLoss):
         self.positive_weights = class_numbers("positive_weights", positive_weights)
         self.label_smoothing = smoothing(label_smoothing)
 
+    @recordable
     def weigh(self, values: Values, labels: Array | None, counts: Array | None) -> Observed:
         observed, positive = super().weigh(values, labels, counts), self.positive_weights
         if positive is None and (labels is None or not self.label_smoothing):
@@ -126,6 +127,7 @@ class MultiBernoulliNegativeLogProbLoss(ElementwiseLoss):
         features = z.shape[self._axis(values)] if z.ndim > 1 else 1
         return total_weight(weights, z.shape, self._axis(values)) * features / 4
 
+    @recordable
     def hits(self, values: Values, targets: Array) -> Array:
         equal: Array = (values[self.logits] > 0) == (targets > 0.5)
         return equal

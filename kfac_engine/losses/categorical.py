@@ -17,7 +17,7 @@ from typing import ClassVar, NamedTuple
 import numpy as np
 
 from kfac_engine._types import Array, Values
-from kfac_engine.backend.namespace import array_module
+from kfac_engine.backend.namespace import array_module, recordable
 from kfac_engine.backend.select import owner
 from kfac_engine.errors import InputError, ShapeError
 from kfac_engine.losses.base import LossFunction
@@ -77,6 +77,7 @@ class CategoricalLogitsNegativeLogProbLoss(LossFunction):
         self.class_weights = class_numbers("class_weights", class_weights)
         self.label_smoothing = smoothing(label_smoothing)
 
+    @recordable
     def weigh(self, values: Values, labels: Array | None, counts: Array | None) -> Observed:
         observed, w = super().weigh(values, labels, counts), self.class_weights
         if w is None and not self.label_smoothing:
@@ -207,6 +208,7 @@ class CategoricalLogitsNegativeLogProbLoss(LossFunction):
         result[tuple(position)] = column
         return {self.logits: result}
 
+    @recordable
     def hits(self, values: Values, targets: Array) -> Array:
         z = values[self.logits]
         equal: Array = z.argmax(axis=self._axis(values)) == self._classes(values, targets)

@@ -19,7 +19,7 @@ import numpy as np
 
 from kfac_engine._types import Array, Values
 from kfac_engine.arguments import check_int
-from kfac_engine.backend.namespace import array_module, as_array, is_recorded
+from kfac_engine.backend.namespace import array_module, as_array, is_recorded, recordable
 from kfac_engine.backend.select import owner
 from kfac_engine.errors import InputError, ShapeError, UnsupportedError
 from kfac_engine.losses.base import LossFunction, weights_of
@@ -103,6 +103,7 @@ class CTCNegativeLogProbLoss(LossFunction):
         del values
         return 1
 
+    @recordable
     def weigh(self, values: Values, labels: Array | None, counts: Array | None) -> Observed:
         z = values[self.logits]
         if counts is None:
@@ -116,6 +117,7 @@ class CTCNegativeLogProbLoss(LossFunction):
         weights: Array = counts.max(axis=self._order(values)[1], keepdims=True)
         return weights
 
+    @recordable
     def masked(
         self, values: Values, targets: Array, counts: Array | None
     ) -> tuple[Array, Array | None]:
@@ -316,6 +318,7 @@ class CTCNegativeLogProbLoss(LossFunction):
         equal: Array = self.label_errors(values, targets)[0] == 0
         return equal
 
+    @recordable
     def label_errors(self, values: Values, targets: Array) -> tuple[Array, Array]:
         best = values[self.logits].argmax(axis=self._axis(values))
         decoded = self._collapsed(values, best, self._weights(values))

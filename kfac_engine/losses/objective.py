@@ -29,7 +29,7 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 
 from kfac_engine._types import Array, Values
-from kfac_engine.backend.namespace import array_module, as_array, is_recorded
+from kfac_engine.backend.namespace import array_module, as_array, is_recorded, recordable
 from kfac_engine.errors import (
     InputError,
     NonFiniteError,
@@ -302,6 +302,7 @@ class Objective:
         terms = zip(weights, self.terms, observation.terms, strict=True)
         return float(sum(weight * term.value(values, seen) for weight, term, seen in terms))
 
+    @recordable
     def sums(
         self, values: Values, observation: Observation, added: Collection[str] = ()
     ) -> list[tuple[float, float]]:
@@ -331,6 +332,7 @@ class Objective:
         """Return ``times`` times the gradient of ``value``; see ``value_and_cotangents``."""
         return self.value_and_cotangents(values, times, observation)[1]
 
+    @recordable
     def value_and_cotangents(
         self,
         values: Values,
@@ -409,6 +411,7 @@ class Objective:
         pairs = zip(self._divisors(used), self._divisors(right), strict=True)
         return tuple(old / new for old, new in pairs)
 
+    @recordable
     def examples(self, values: Values) -> int:
         """Return the number of examples in a batch."""
         count: int = values[self.batch or self.inputs[0]].shape[0]

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from kfac_engine._types import Array
-from kfac_engine.backend.namespace import array_module
+from kfac_engine.backend.namespace import array_module, recordable
 from kfac_engine.errors import InputError, ShapeError
 
 
@@ -92,6 +92,7 @@ class Observed:
         return self.weights is None or self.weights.dtype.kind == "b"
 
 
+@recordable
 def times(x: Array, weights: Array | None) -> Array:
     """Return an array times the weights; zero where a weight is 0.
 

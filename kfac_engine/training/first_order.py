@@ -8,7 +8,7 @@ import numpy as np
 
 from kfac_engine._types import Array
 from kfac_engine.arguments import check_bool, check_list, check_positive
-from kfac_engine.backend.namespace import is_recorded
+from kfac_engine.backend.namespace import is_recorded, recordable
 from kfac_engine.datasets.examples import Batch
 from kfac_engine.engine.engine import Engine
 from kfac_engine.engine.profiling import StageClock
@@ -124,6 +124,7 @@ class _FirstOrder(Optimizer):
         longest = max(rule.gain * max(1.0, rates[n]) for n, rule in self._setting.rules.items())
         return norm < _LARGEST_ENTRY and max(norm, 1.0) * longest < _LARGEST_TERM
 
+    @recordable
     def moved(
         self,
         gradients: Vector,

@@ -9,6 +9,7 @@ import numpy as np
 
 from kfac_engine._types import Array
 from kfac_engine.arguments import check_at_least_zero, check_int, check_positive
+from kfac_engine.backend.namespace import recordable
 from kfac_engine.curvature.config import RelativeDamping
 from kfac_engine.curvature.schedule import Schedule
 from kfac_engine.datasets.examples import Batch
@@ -356,6 +357,7 @@ class KfacOptimizer(Optimizer):
             loss, gradients, residuals = self.engine.step_gradients(batch, Residuals(), features)
         return loss, {name: gradients[name] for name in self._names}, residuals
 
+    @recordable
     def moved(
         self,
         gradients: Vector,
@@ -418,6 +420,7 @@ class KfacOptimizer(Optimizer):
         """Whether updates depend on how often examples come again."""
         return isinstance(self._given.update, AdaptiveLengthUpdate) and self._weight_decay > 0
 
+    @recordable
     def measures_whole(self, slots: Mapping[str, Mapping[str, Any]]) -> Any:
         """Return whether statistics have whole batches, as most features of a layer are rare.
 

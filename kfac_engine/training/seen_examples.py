@@ -15,7 +15,7 @@ from zlib import crc32
 import numpy as np
 
 from kfac_engine._types import Array
-from kfac_engine.backend.namespace import array_module
+from kfac_engine.backend.namespace import array_module, recordable
 from kfac_engine.backend.protocol import Backend
 from kfac_engine.datasets.examples import Batch, ExampleAxes
 from kfac_engine.distributed.protocol import Communicator
@@ -86,6 +86,7 @@ class SeenExamples:
         return SeenExamples(count, least, times)
 
 
+@recordable
 def scarcity(count: Any, seen: Any, different: Any) -> Any:
     """Return the share of examples that came again, divided by the number of different examples.
 

@@ -17,6 +17,7 @@ from math import prod, sqrt
 import numpy as np
 
 from kfac_engine._types import Array, Vector
+from kfac_engine.backend.namespace import recordable
 from kfac_engine.curvature.blocks.base import (
     Decomposition,
     ExampleReader,
@@ -378,6 +379,7 @@ class KroneckerProductFB(FisherBlock):
         return self.packing.pack(vector, self.params, self._collection.backend.xp)
 
 
+@recordable
 def relative_level(traces: Array, rows: float, root: float) -> Array:
     """Return ``root`` times the mean eigenvalue of matrices with these traces and sizes."""
     level: Array = root * np.maximum(traces / rows, LEAST_EIGENVALUE)

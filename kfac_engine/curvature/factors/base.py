@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from kfac_engine._types import Array, DType, OfValues, Values
+from kfac_engine.backend.namespace import recordable
 from kfac_engine.backend.protocol import Backend
 from kfac_engine.backend.select import select
 from kfac_engine.curvature.config import CollectionConfig
@@ -525,6 +526,7 @@ class FisherFactor(ABC):
         del shape
         return 1
 
+    @recordable
     def times(self, power: Array, x: Array) -> Array:
         """Return the product of a power, in the form of the average, and a matrix or stack."""
         product: Array = power[:, None] * x if power.ndim == 1 else power @ x

@@ -7,6 +7,7 @@ from typing import Any, TypeAlias, cast
 import numpy as np
 
 from kfac_engine._types import Array
+from kfac_engine.backend.namespace import recordable
 from kfac_engine.backend.protocol import Backend
 from kfac_engine.curvature.config import LEAST_EIGENVALUE, CollectionConfig
 from kfac_engine.curvature.factors.base import FisherFactor
@@ -224,6 +225,7 @@ class DenseSquareMatrixFactor(FisherFactor):
         levels: Array = multiple * self.moments(self._lower().astype(np.float64), self.backend.xp)
         return levels
 
+    @recordable
     def moments(self, average: Any, xp: Any = np) -> Any:
         diagonal = xp.diagonal(average)
         features = diagonal[: len(diagonal) - cast(KroneckerMoment, self.statistic).homogeneous]

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from kfac_engine._types import Array, Values
-from kfac_engine.backend.namespace import array_module, as_array
+from kfac_engine.backend.namespace import array_module, as_array, recordable
 from kfac_engine.backend.protocol import Backend
 from kfac_engine.curvature.factors.statistics import Uses, rows_name
 from kfac_engine.errors import UnsupportedError
@@ -60,6 +60,7 @@ class ExampleWeights:
     places: ExamplePlaces  # where values have the examples
 
     @classmethod
+    @recordable
     def of(
         cls,
         losses: Iterable[tuple[LossFunction, Array | None]],
@@ -117,6 +118,7 @@ class ExampleWeights:
             products[name] = array * roots.reshape([-1, *[1] * (array.ndim - 1 - axis)])
         return products
 
+    @recordable
     def of_rows(
         self,
         layers: Sequence[LayerRows],

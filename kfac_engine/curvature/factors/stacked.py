@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kfac_engine._types import Array, Values
+from kfac_engine.backend.namespace import recordable
 from kfac_engine.backend.protocol import Backend
 from kfac_engine.backend.window import Window
 from kfac_engine.curvature.factors.dense import (
@@ -31,6 +32,7 @@ class GroupedMoment(KroneckerMoment):
         d = group_width(self.features(values), self.groups, self.taps) + self.homogeneous
         return self.groups, d, d
 
+    @recordable
     def add_to(
         self, out: Array, values: Values, backend: Backend, alpha: float, beta: float
     ) -> None:

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, TypeAlias, TypeVar
 import numpy as np
 
 from kfac_engine._types import Array, DType, Values
-from kfac_engine.backend.namespace import is_recorded
+from kfac_engine.backend.namespace import is_recorded, recordable
 from kfac_engine.backend.patch_sums import row_sums
 from kfac_engine.backend.protocol import Backend
 from kfac_engine.errors import InputError, ShapeError, UnknownNameError, UnsupportedError
@@ -216,6 +216,7 @@ class KroneckerMoment(Statistic):
         weights = [w for _, uses in self._parts for w in self._row_weights(uses, values) or ()]
         return sum(w.sum().item() for w in weights) if weights else None
 
+    @recordable
     def add_to(
         self, out: Array, values: Values, backend: Backend, alpha: float, beta: float
     ) -> None:
