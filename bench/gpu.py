@@ -17,6 +17,7 @@ from kfac_engine.backend.cpu.backend import NumpyBackend
 from kfac_engine.backend.cuda.backend import CupyBackend
 from kfac_engine.backend.protocol import Backend
 from kfac_engine.backend.select import select
+from kfac_engine.backend.threads import Task
 from kfac_engine.backend.window import Window
 from kfac_engine.bench import gpu_meter
 from kfac_engine.bench.data import factor, normal
@@ -113,6 +114,8 @@ def _of_images(sizes: Sizes) -> Iterator[_Case]:
         return out
 
     yield _Case("moment", moment, (x, _zeros(d + 1, d + 1)), symmetric=True)
+    pairs = normal(n, sizes.paired, side, side), _zeros(9 * sizes.paired, 9 * sizes.paired)
+    yield _Case("pairs", groups, pairs, symmetric=True)
     yield _Case("groups", groups, (x, _zeros(channels, 9, 9)), symmetric=True)
     yield _Case("squares", squares, (x, ds, _zeros(1, d, channels)))
     yield _Case("channels", squares, (x, ds, _zeros(channels, 9, 1)))
@@ -242,11 +245,11 @@ def factor_works(
     kind, tolerance = kind_of(backend, name), _TOLERANCES[name]
 
     def of_inputs(group: Sequence[Layer]) -> Work:
-        runs = [_input_factor(backend, layer, inputs[layer]) for layer in group]
+        runs = [Task(0.0, _input_factor(backend, layer, inputs[layer])) for layer in group]
         others = [peer.input_factor(inputs[layer], layer) for layer in group] if peer else []
         return Work(
             gpu_meter.input_factors(group, batch),
-            lambda: [run() for run in runs],
+            lambda: backend.run_parallel(runs),
             kind,
             lambda: max(_input_error(backend, x, inputs[x]) for x in dict.fromkeys(group)),
             tolerance,
@@ -256,11 +259,11 @@ def factor_works(
     for layer in dict.fromkeys(layer for layer in layers if layer.kernel > 1):
         yield of_inputs([layer])
     yield of_inputs(layers)
-    runs = [_output_factor(backend, outputs[layer]) for layer in layers]
+    runs = [Task(0.0, _output_factor(backend, outputs[layer])) for layer in layers]
     others = [peer.output_factor(outputs[layer]) for layer in layers] if peer else []
     yield Work(
         gpu_meter.output_factors(layers, batch),
-        lambda: [run() for run in runs],
+        lambda: backend.run_parallel(runs),
         kind,
         lambda: max(_output_error(backend, outputs[x]) for x in dict.fromkeys(layers)),
         tolerance,

@@ -20,6 +20,7 @@ from kfac_engine._types import Array
 from kfac_engine.backend.cuda.backend import CupyBackend
 from kfac_engine.bench.report import Spread, spread
 from kfac_engine.errors import BackendError
+from kfac_engine.kernels.moments import TILE
 
 _FLOAT, _DOUBLE = 4, 8
 
@@ -97,6 +98,12 @@ class Sizes(NamedTuple):
     classes: int = 1000
 
     @property
+    def paired(self) -> int:
+        """Twice the channels, as a multiple of 64, for the kernels of pairs."""
+        paired: int = -(-2 * self.channels // TILE) * TILE
+        return paired
+
+    @property
     def words(self) -> int:
         """Size of the vocabulary."""
         return self.ids // 20
@@ -151,11 +158,13 @@ def kernels(sizes: Sizes) -> Mapping[str, Counted]:
     n, channels, side, matrix, *_ = sizes
     rows, d, square = n * side**2, 9 * channels, matrix**2
     x, size = _FLOAT * rows * channels, f"{n}×{channels}×{side}², 3×3"
-    half = _FLOAT * square // 2  # one triangle
+    half, paired = _FLOAT * square // 2, sizes.paired  # one triangle
     filters, layers = _FLOAT * FILTERS * d * channels, f"{FILTERS} filters {d} × {channels}"
     return {
         "moment": Counted(f"A with its border, {size}", 13.0 * rows * channels**2,
                           x + 2 * _FLOAT * (d + 1) ** 2),
+        "pairs": Counted(f"A, {n}×{paired}×{side}², 3×3", 13.0 * rows * paired**2,
+                         _FLOAT * (rows * paired + 2 * (9 * paired) ** 2)),
         "groups": Counted(f"A of each channel, {size}", 45.0 * rows * channels,
                           x + 2 * _FLOAT * 81 * channels),
         "squares": Counted(f"squared gradients, {size}", float(rows * d * channels),

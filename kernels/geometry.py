@@ -31,7 +31,34 @@ WORK = np.dtype(
     + [(name, "i4") for name in ("groups", "rows", "columns", "ones")],
     align=True,
 )
-SUM = np.dtype([(name, "i4") for name in ("row", "column", "begin", "end")], align=True)
+SUM = np.dtype([(name, "i4") for name in ("row", "column", "begin", "end", "layer")], align=True)
+# Of pair_stage.cu and pair_products.cu. Pointers are addresses of the device.
+STAGED_LAYER = np.dtype(
+    [(name, "u8") for name in ("x", "peaks", "exponents", "pairs")]
+    + [("images", IMAGES)]
+    + [(name, "i4") for name in ("pieces", "length", "first_peaks", "first_pairs")],
+    align=True,
+)
+PAIR_LAYER = np.dtype(
+    [
+        ("pairs", "u8"),
+        ("exponents", "u8"),
+        ("channels", "i4"),
+        ("shape", "i4", AXES),
+        ("taps", TAPS),
+    ],
+    align=True,
+)
+PAIR_JOB = np.dtype(
+    [(name, "i4") for name in ("layer", "grid", "begin", "end")]
+    + [("tiles", "i4", 4), ("parts", "i4", 4)],
+    align=True,
+)
+# Of moment.cu: the matrix of a layer.
+TARGET = np.dtype(
+    [("out", "u8"), ("side", "i4"), ("features", "i4"), ("alpha", "f4"), ("beta", "f4")],
+    align=True,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +126,7 @@ def one_to_one(shape: Sequence[int], strides: Sequence[int]) -> Geometry:
 
 def words(structs: Struct) -> npt.NDArray[np.int32]:
     """Return structs as rows of 32-bit words, which every array library supports."""
-    return structs.view(np.int32).reshape(structs.size, -1)
+    return structs.view(np.int32).reshape(structs.size, structs.itemsize // 4)
 
 
 def _leading(values: Sequence[int], neutral: int) -> tuple[int, ...]:

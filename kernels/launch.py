@@ -26,6 +26,8 @@ MACROS: Mapping[str, Mapping[str, Sequence[int]]] = {
         "ALIGNED": (0, 1),
         "INPUT": _IMAGES,
     },
+    "pair_stage": {"INPUT": _IMAGES},
+    "pair_products": {"COLUMNS": (1, 2)},
     "moment": {},
     "patch_sums": {"SQUARED": (0, 1), "ACROSS": (0, 1), "INPUT": _IMAGES},
     "patches": {"INPUT": tuple(INPUTS.values())},
@@ -45,9 +47,17 @@ class Launch(Protocol):
     """A compiled kernel."""
 
     def __call__(
-        self, grid: tuple[int, ...], block: tuple[int, ...], arguments: tuple[object, ...]
+        self,
+        grid: tuple[int, ...],
+        block: tuple[int, ...],
+        arguments: tuple[object, ...],
+        *,
+        shared_mem: int = 0,
     ) -> None:
-        """Launch the kernel; arrays are passed as pointers, NumPy scalars and structs by value."""
+        """Launch the kernel; arrays are passed as pointers, NumPy scalars and structs by value.
+
+        ``shared_mem`` is the number of bytes of dynamic shared memory.
+        """
 
 
 class Device(Protocol):
@@ -59,8 +69,13 @@ class Device(Protocol):
 
     processors: int
 
-    def function(self, source: str, name: str, options: tuple[str, ...]) -> Launch:
-        """Return the kernel ``name`` of a source; each set of options is compiled once."""
+    def function(
+        self, source: str, name: str, options: tuple[str, ...], shared_bytes: int = 0
+    ) -> Launch:
+        """Return the kernel ``name`` of a source; each set of options is compiled once.
+
+        Launches may have ``shared_bytes`` of dynamic shared memory.
+        """
 
     def upload(self, host: npt.NDArray[Any]) -> Array:
         """Return a copy of a host array on the device."""
@@ -80,9 +95,9 @@ def source(name: str) -> str:
     return "\n".join(parts)
 
 
-def kernel(device: Device, file: str, name: str, **macros: int) -> Launch:
+def kernel(device: Device, file: str, name: str, *, shared_bytes: int = 0, **macros: int) -> Launch:
     """Return the kernel ``name`` of ``file.cu``, compiled with these macros."""
-    return device.function(source(file), name, options(file, **macros))
+    return device.function(source(file), name, options(file, **macros), shared_bytes)
 
 
 def options(name: str, **macros: int) -> tuple[str, ...]:

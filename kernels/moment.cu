@@ -1,15 +1,23 @@
 // Sums of partial products into a symmetric matrix: fixed order, decay, both triangles.
 //
-//   out     (side, side), row-major; the first `features` rows and columns are written here, and the
-//           homogeneous coordinate by border_moment
+//   targets   matrices of several layers
 //
 // One thread writes each entry of `out`; beta = 0 overwrites, NaN included.
-#define TILE 64  // of patch_products.cu
+#define TILE 64  // of patch_products.cu and pair_products.cu
 #define AHEAD 8  // loads in flight
+
+// out <- beta out + alpha (sum). The matrix is (side, side), row-major; the first `features` rows and
+// columns are written here, and the homogeneous coordinate by border_moment.
+struct Target {
+  float* out;
+  int side, features;
+  float alpha, beta;
+};
 
 struct Sum {
   int row, column;  // a tile of the lower triangle, in units of TILE
   int begin, end;   // its entries in `sources`
+  int layer;        // its matrix
 };
 
 __device__ __forceinline__ void blend(float* place, float value, float alpha, float beta) {
@@ -35,15 +43,12 @@ __device__ __forceinline__ float summed(const float* __restrict__ parts,
   return total;
 }
 
-// out <- beta out + alpha (sum of parts), and its mirror image. Block (32, 8), a thread for each
-// entry; grid (sums, TILE/8 * TILE/32). Both triangles are written in runs of at least 32 bytes. A
-// source is the index of a partial product; ~index subtracts it.
-extern "C" __global__ void __launch_bounds__(256)
-assemble_moment(float* __restrict__ out, const float* __restrict__ parts,
-                const Sum* __restrict__ sums, const int* __restrict__ sources, int side,
-                int features, float alpha, float beta) {
-  __shared__ float turned[32][9];
-  const Sum sum = sums[blockIdx.x];
+// A tile of a matrix and its mirror image. Both triangles are written in runs of at least 32 bytes.
+__device__ __forceinline__ void assemble(const Target& target, const float* __restrict__ parts,
+                                         const Sum& sum, const int* __restrict__ sources,
+                                         float (*turned)[9]) {
+  float* out = target.out;
+  const int side = target.side, features = target.features;
   const int x = threadIdx.x, y = threadIdx.y;
   const int r0 = blockIdx.y / (TILE / 32) * 8, c0 = blockIdx.y % (TILE / 32) * 32;
   const int row0 = sum.row * TILE + r0, column0 = sum.column * TILE + c0;
@@ -51,7 +56,8 @@ assemble_moment(float* __restrict__ out, const float* __restrict__ parts,
   const int row = row0 + y, column = column0 + x;
   if (row < features && column <= row) {
     float* place = out + (long long)row * side + column;
-    blend(place, summed(parts, sources, sum, (r0 + y) * TILE + c0 + x), alpha, beta);
+    const float total = summed(parts, sources, sum, (r0 + y) * TILE + c0 + x);
+    blend(place, total, target.alpha, target.beta);
     turned[x][y] = *place;
   }
   __syncthreads();
@@ -59,6 +65,22 @@ assemble_moment(float* __restrict__ out, const float* __restrict__ parts,
   const int thread = y * 32 + x, other_x = thread / 8, other_y = thread % 8;
   const int above = column0 + other_x, right = row0 + other_y;
   if (right < features && above < right) out[(long long)above * side + right] = turned[other_x][other_y];
+}
+
+// The tiles of one matrix, or of several. Block (32, 8), a thread for each entry; grid (sums, TILE/8 *
+// TILE/32). A source is the index of a partial product; ~index subtracts it.
+extern "C" __global__ void __launch_bounds__(256)
+assemble_moment(Target target, const float* __restrict__ parts, const Sum* __restrict__ sums,
+                const int* __restrict__ sources) {
+  __shared__ float turned[32][9];
+  assemble(target, parts, sums[blockIdx.x], sources, turned);
+}
+extern "C" __global__ void __launch_bounds__(256)
+assemble_moments(const Target* __restrict__ targets, const float* __restrict__ parts,
+                 const Sum* __restrict__ sums, const int* __restrict__ sources) {
+  __shared__ float turned[32][9];
+  const Sum sum = sums[blockIdx.x];
+  assemble(targets[sum.layer], parts, sum, sources, turned);
 }
 
 // Copies the lower triangle to the upper one. Block (32, 8), one for each 32 x 32 tile of the lower triangle:

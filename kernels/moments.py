@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kfac_engine.kernels.geometry import Geometry
+from kfac_engine.kernels.geometry import TARGET, Geometry, Struct
 from kfac_engine.kernels.launch import BLOCK, INPUTS, Array, Device, float32, int32, kernel
 
 TILE = 64  # size of a tile in the sources
@@ -80,6 +80,7 @@ def add_products(
         split: Number of TF32 products for each float32 product on tensor cores, 3 or 1; 0 for FP32
             units.
     """
+    targets = target_structs(device, [(out, scales)])
     parts = device.empty((max(part.part_bytes for part in passes) // 4,), np.float32)
     for part in passes:
         how = {"SPLIT": split, "ALIGNED": int(part.aligned), "INPUT": INPUTS[x.dtype.name]}
@@ -87,10 +88,36 @@ def add_products(
         threads = BLOCK if split == 0 else BLOCK // 2  # THREADS in the source
         structs = geometry.images, geometry.taps
         multiply((len(part.jobs),), (threads,), (x, part.jobs, part.grids, parts, *structs))
-        assemble = kernel(device, "moment", "assemble_moment")
-        scalars = int32(len(out)), int32(scales.features), *scales.arguments
-        blocks = len(part.sums), TILE // _THIN_BLOCK[0] * TILE // _THIN_BLOCK[1]
-        assemble(blocks, _THIN_BLOCK, (out, parts, part.sums, part.sources, *scalars))
+        assemble(device, "assemble_moment", targets, parts, part.sums, part.sources)
+
+
+def target_structs(device: Device, targets: Sequence[tuple[Array, Scales]]) -> Struct:
+    """Return structs ``Target`` of matrices with their scales."""
+    return np.array(
+        [
+            (device.address(out), len(out), scales.features, scales.alpha, scales.beta)
+            for out, scales in targets
+        ],
+        TARGET,
+    )
+
+
+def assemble(
+    device: Device, name: str, targets: Array, parts: Array, sums: Array, sources: Array
+) -> None:
+    """Compute tiles of matrices from partial results (``moment.cu``).
+
+    Args:
+        device: Device of the arrays.
+        name: ``assemble_moment`` or ``assemble_moments``.
+        targets: A struct ``Target`` on the host, or a table of several on the device.
+        parts: Partial results.
+        sums: Structs ``Sum``.
+        sources: As in ``Pass``.
+    """
+    launch = kernel(device, "moment", name)
+    blocks = len(sums), TILE // _THIN_BLOCK[0] * TILE // _THIN_BLOCK[1]
+    launch(blocks, _THIN_BLOCK, (targets, parts, sums, sources))
 
 
 def mirror(device: Device, out: Array) -> None:

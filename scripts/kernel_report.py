@@ -16,6 +16,7 @@ from kfac_engine.backend.cuda.gram import GroupProducts, PatchMoments
 from kfac_engine.backend.window import Window
 from kfac_engine.kernels.groups import draw_classes, sum_examples
 from kfac_engine.kernels.launch import MACROS
+from kfac_engine.kernels.pairs import shared_bytes
 from kfac_engine.kernels.symmetric import Floor, widen
 from scripts import markdown
 from scripts.compile_kernels import Compiled, compiled
@@ -45,6 +46,7 @@ this page. Neither program needs a GPU.
 | source | result | replaces |
 |---|---|---|
 | `patch_products.cu`, `moment.cu` | Gram matrices of patches, read from images | copied patches, and a product |
+| `pair_stage.cu`, `pair_products.cu`, `moment.cu` | the same for channels that are a multiple of 64, by pairs of half-precision numbers, for several layers in one launch | copied patches, and products in float32 |
 | `patch_sums.cu` | sums of patches and of their squares: the bias row of a Gram matrix, and its diagonal | copied patches, and sums |
 | `symmetric.cu` | damped float64 matrix of a factor, its trace, and whether it is finite; conversion back | a dozen passes over float64 matrices |
 | `leaf_inverse.cu` | inverses of blocks of at most 128 rows, and symmetric and transposed blocks, for inverses by products | a factorisation in panels |
@@ -78,7 +80,8 @@ def resources() -> Iterator[str]:
     yield "## Resources of a block\n"
     yield "Each cell is the largest number of registers of a thread over all variants of a source (types of images, lengths of"
     yield "rows, tensor cores). Brackets contain the kilobytes of shared memory of a block. `python -m scripts.compile_kernels` compiles every variant"
-    yield f"that a launch can choose for every architecture: {len(each)} kernels, of which {spilling or 'none'} spill{'s' * (spilling == 1)} registers to memory.\n"
+    yield f"that a launch can choose for every architecture: {len(each)} kernels, of which {spilling or 'none'} spill{'s' * (spilling == 1)} registers to memory."
+    yield f"Blocks of `pair_products` have {shared_bytes(1) / 1024:.1f} or {shared_bytes(2) / 1024:.1f} kilobytes of dynamic shared memory besides.\n"
     yield from markdown.table(
         ("kernel", *nvrtc.ARCHITECTURES),
         (
@@ -89,17 +92,20 @@ def resources() -> Iterator[str]:
     )
 
 
-def most(table: Compiled, kernel: str, architecture: str) -> nvrtc.Resources:
-    """Return the largest resources of all variants of a kernel."""
-    return max(
+def most(table: Compiled, kernel: str, architecture: str) -> nvrtc.Resources | None:
+    """Return the largest resources of all variants of a kernel; None if there is no variant."""
+    uses = (
         kernels[kernel]
         for key, kernels in table.items()
         if key.split()[0] == architecture and kernel in kernels
     )
+    return max(uses, default=None)
 
 
-def cell(used: nvrtc.Resources) -> str:
+def cell(used: nvrtc.Resources | None) -> str:
     """Return registers, kilobytes of shared memory, and spilled bytes as text."""
+    if used is None:
+        return "–"
     spilled = f", {used.spilled_bytes} B spilled" if used.spilled_bytes else ""
     return f"{used.registers} ({used.shared_bytes / 1024:.1f}){spilled}"
 
@@ -116,8 +122,9 @@ def cases() -> Iterator[tuple[str, str, Callable[[str], float]]]:
     """Yield each kernel and case, with a function from the order of threads to the error."""
     for case in _GEOMETRIES:
         for split, words in ((0, "FP32"), (3, "3 × TF32"), (1, "TF32")):
+            by_pairs = split == 3 and _GEOMETRIES[case][0][1] % 64 == 0
             yield (
-                f"`patch_products`, {words}",
+                "`pair_products`" if by_pairs else f"`patch_products`, {words}",
                 case,
                 lambda order, case=case, split=split: _moment_error(case, split, order),
             )

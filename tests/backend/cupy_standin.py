@@ -188,9 +188,10 @@ class RawModule:
     def get_function(self, name: str) -> Callable[..., None]:
         launch = self._module.get_function(name)
 
-        def run(grid: Any, block: Any, arguments: Any) -> None:
+        def run(grid: Any, block: Any, arguments: Any, *, shared_mem: int = 0) -> None:
             COUNTS["launches"] += 1
-            launch(grid, block, [_argument(a) for a in arguments])
+            assert shared_mem <= getattr(run, "max_dynamic_shared_size_bytes", 48 << 10)
+            launch(grid, block, [_argument(a) for a in arguments], shared_mem=shared_mem)
 
         return run
 

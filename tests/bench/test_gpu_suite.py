@@ -55,12 +55,12 @@ def test_each_case_is_measured_and_checked(meter: gpu_meter.Meter) -> None:
     assert [row.contender for row in rows[:9]] == [
         name for name in ("cupy", "cupy-fp32", "cupy-tf32") for _ in range(3)
     ]
-    # Inverses, gradients, eigenvectors, roots; twelve primitives, four ways of a matrix, three of
+    # Inverses, gradients, eigenvectors, roots; thirteen primitives, four ways of a matrix, three of
     # filters.
-    assert len(rows) == 9 + 4 + 12 + 4 + 3
+    assert len(rows) == 9 + 4 + 13 + 4 + 3
     assert all(row.error is not None and row.error < 1e-2 for row in rows)
     assert all(row.floor > 0 and row.host > 0 and row.ratio == 1 for row in rows)
-    assert len({row.case for row in rows[9:]}) == 23
+    assert len({row.case for row in rows[9:]}) == 24
     told = json.loads(json.dumps([asdict(row) for row in rows], allow_nan=False))
     page = bench_tables.page({"machine": {}, "suites": {"gpu": told}})
     assert page.count("| stand-in, compute capability 9.0") == len(rows)
@@ -71,8 +71,8 @@ def test_each_case_is_measured_and_checked(meter: gpu_meter.Meter) -> None:
 def test_every_kernel_is_launched_by_the_suite(meter: gpu_meter.Meter) -> None:
     launched: set[str] = set()
     function = meter.backend.device.function
-    meter.backend.device.function = lambda code, name, options: (  # type: ignore[method-assign]
-        launched.add(name) or function(code, name, options)
+    meter.backend.device.function = lambda code, name, *options: (  # type: ignore[method-assign]
+        launched.add(name) or function(code, name, *options)
     )
     list(gpu.kernel_works(meter.backend, SIZES))
     for work in gpu.kernel_works(meter.backend, SIZES):

@@ -12,6 +12,7 @@
 #include <ucontext.h>
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
@@ -177,7 +178,7 @@ void launch(void (*kernel)(A...), const unsigned* grid, const unsigned* block, s
   if (count > 1024) die("too many threads in a block", count);
   gridDim = {grid[0], grid[1], grid[2]};
   blockDim = {block[0], block[1], block[2]};
-  dynamic_shared.assign(shared_bytes + 16, 0);
+  dynamic_shared.assign(shared_bytes + 128, 0);
   while ((int)all.size() > count) {
     std::free(all.back().stack);
     all.pop_back();
@@ -212,6 +213,18 @@ template <class T> T exchange(T value, int source, int line) {
   return found;
 }
 
+// Each lane gives a value; returns those of all lanes of its warp.
+template <class T> std::array<T, 32> of_warp(const T& own, int line) {
+  static_assert(sizeof(T) <= 32);
+  std::array<T, 32> found;
+  const int first = current & ~31;
+  std::memcpy(all[current].slot, &own, sizeof own);
+  wait(AT_WARP_BARRIER, line);
+  for (int lane = 0; lane < 32; ++lane)
+    std::memcpy(&found[lane], all[first + lane].slot, sizeof own);
+  wait(AT_WARP_BARRIER, line - 1);
+  return found;
+}
 // Copies of all groups but the last `pending` arrive.
 inline void land(int pending) {
   Fibre& own = all[current];
@@ -284,13 +297,8 @@ inline float toward_zero(double sum) {
 inline void mma_tf32(float* d, const unsigned* a, const unsigned* b) {
   struct Fragment {
     unsigned a[4], b[2];
-  } own{{a[0], a[1], a[2], a[3]}, {b[0], b[1]}}, of[32];
-  const int first = fibres::current & ~31;
-  std::memcpy(fibres::all[fibres::current].slot, &own, sizeof own);
-  fibres::wait(fibres::AT_WARP_BARRIER, -3);
-  for (int lane = 0; lane < 32; ++lane)
-    std::memcpy(&of[lane], fibres::all[first + lane].slot, sizeof own);
-  fibres::wait(fibres::AT_WARP_BARRIER, -4);
+  };
+  const auto of = fibres::of_warp(Fragment{{a[0], a[1], a[2], a[3]}, {b[0], b[1]}}, -3);
   auto cut = [](unsigned bits) { return __uint_as_float(bits & ~0x1FFFu); };
   const int group = fibres::lane() >> 2, quarter = fibres::lane() & 3;
   for (int r = 0; r < 4; ++r) {
@@ -301,6 +309,63 @@ inline void mma_tf32(float* d, const unsigned* a, const unsigned* b) {
              cut(of[column * 4 + (k & 3)].b[k >> 2]);
     d[r] = toward_zero(sum);
   }
+}
+// cvt.rn.f16.f32 of two numbers.
+inline unsigned two_halves(float low, float high) {
+  const _Float16 halves[2] = {(_Float16)low, (_Float16)high};
+  unsigned both;
+  std::memcpy(&both, halves, 4);
+  return both;
+}
+inline float half_of(unsigned both, int which) {
+  return half_to_float((unsigned short)(both >> 16 * which));
+}
+// mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32: D = A B + C. Products are exact, their sum is cut.
+inline void mma_half(float* d, const unsigned* a, const unsigned* b, const float* c) {
+  struct Fragment {
+    unsigned a[4], b[2];
+  };
+  const auto of = fibres::of_warp(Fragment{{a[0], a[1], a[2], a[3]}, {b[0], b[1]}}, -13);
+  const int group = fibres::lane() >> 2, quarter = fibres::lane() & 3;
+  for (int r = 0; r < 4; ++r) {
+    const int row = group + (r >> 1) * 8, column = quarter * 2 + (r & 1);
+    double sum = c[r];
+    for (int k = 0; k < 16; ++k) {
+      const unsigned x = of[(row & 7) * 4 + (k % 8) / 2].a[(row >> 3) + 2 * (k >> 3)];
+      const unsigned y = of[column * 4 + (k % 8) / 2].b[k >> 3];
+      sum += (double)half_of(x, k & 1) * half_of(y, k & 1);
+    }
+    d[r] = toward_zero(sum);
+  }
+}
+// A place in shared memory.
+typedef uintptr_t Place;
+inline Place place_of(void* shared) { return (Place)shared; }
+inline Place aligned_place(Place place, int bytes, const char* what) {
+  if (place % bytes) fibres::die(what, (int)(place % bytes), bytes);
+  return place;
+}
+// ldmatrix.x4.trans: the rows of matrix m begin at the places of lanes 8 m to 8 m + 7; lane l receives
+// rows 2 (l % 4) and the next of column l / 4.
+inline void load_turned(unsigned* found, Place row) {
+  const auto of = fibres::of_warp(aligned_place(row, 16, "misaligned matrix"), -15);
+  const int lane = fibres::lane();
+  for (int m = 0; m < 4; ++m) {
+    unsigned short parts[2];
+    for (int e = 0; e < 2; ++e)
+      std::memcpy(&parts[e], (char*)of[8 * m + 2 * (lane % 4) + e] + 2 * (lane / 4), 2);
+    found[m] = parts[0] | (unsigned)parts[1] << 16;
+  }
+}
+// cp.async of 16 bytes; zeros where `there` is false.
+inline void copy_16_async(Place to, const void* from, bool there) {
+  aligned_place(to, 16, "misaligned copy");
+  aligned_place((Place)from, 16, "misaligned copy");
+  fibres::Fibre& own = fibres::all[fibres::current];
+  void* place = (void*)to;
+  if (!fibres::warp_by_warp) own.copies.push_back({place, there ? from : nullptr, 16, own.committed});
+  else if (there) std::memcpy(place, from, 16);
+  else std::memset(place, 0, 16);
 }
 // cp.async of four bytes; zeros where `there` is false.
 inline void copy_async(float* to, const float* from, bool there) {

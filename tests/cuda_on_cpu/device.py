@@ -28,14 +28,22 @@ class ShimDevice:
         self.launched: list[str] = []
         self._order = order
 
-    def function(self, source: str, name: str, options: tuple[str, ...]) -> Launch:
+    def function(
+        self, source: str, name: str, options: tuple[str, ...], shared_bytes: int = 0
+    ) -> Launch:
         launch = _module(source, options).get_function(name)
 
         def run(
-            grid: tuple[int, ...], block: tuple[int, ...], arguments: tuple[object, ...]
+            grid: tuple[int, ...],
+            block: tuple[int, ...],
+            arguments: tuple[object, ...],
+            *,
+            shared_mem: int = 0,
         ) -> None:
+            assert shared_mem <= shared_bytes
             self.launched.append(name)
-            launch(grid, block, arguments, order=self._order, seed=len(self.launched))
+            seed = len(self.launched)
+            launch(grid, block, arguments, shared_mem=shared_mem, order=self._order, seed=seed)
 
         return run
 

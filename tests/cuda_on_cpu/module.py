@@ -24,7 +24,7 @@ _SHIM = _HERE / "cuda_on_cpu.hpp"
 # take longer than it saves.
 _FLAGS = ("-std=c++17", "-O1", "-ffp-contract=off", "-fPIC", "-w", "-U_FORTIFY_SOURCE")
 _KERNEL = re.compile(r"__global__\s+void\s+(?:__launch_bounds__\([^)]*\)\s*)?(\w+)\s*\(")
-_DYNAMIC = re.compile(r"extern\s+__shared__\s+(\w+)\s+(\w+)\s*\[\s*\]\s*;")
+_DYNAMIC = re.compile(r"extern\s+__shared__\s+(?:__align__\(\d+\)\s+)?(\w+)\s+(\w+)\s*\[\s*\]\s*;")
 _SCALARS = {
     np.dtype(name): kind
     for name, kind in {
@@ -90,7 +90,7 @@ class Module:
 
 
 def _translated(code: str, names: Sequence[str]) -> str:
-    room = "(uintptr_t)fibres::dynamic_shared.data() + 15) & ~(uintptr_t)15"
+    room = "(uintptr_t)fibres::dynamic_shared.data() + 127) & ~(uintptr_t)127"
     code = _DYNAMIC.sub(rf"\1* \2 = (\1*)(({room});", code)
     launchers = (
         f'extern "C" void launch_{name}(const unsigned* grid, const unsigned* block, size_t bytes, '

@@ -33,10 +33,11 @@ class Broken(ShimDevice):
         super().__init__(order)
         self._wanted, self._mistake = source(name), mistake
 
-    def function(self, code: str, name: str, options: tuple[str, ...]) -> Launch:
-        return super().function(
-            self._mistake(code) if code == self._wanted else code, name, options
-        )
+    def function(
+        self, code: str, name: str, options: tuple[str, ...], shared_bytes: int = 0
+    ) -> Launch:
+        changed = self._mistake(code) if code == self._wanted else code
+        return super().function(changed, name, options, shared_bytes)
 
 
 def without(pattern: str, occurrence: int):

@@ -134,6 +134,11 @@ def test_small_scratch_memory_gives_several_passes(scratch: int) -> None:
     assert len(device.launched) > 2
 
 
+def test_images_above_scratch_memory_are_not_copied_as_pairs() -> None:
+    device = check(TILED[0], split=3, scratch=1, homogeneous=False)
+    assert set(device.launched) == {"patch_products", "assemble_moment"}
+
+
 def test_positions_are_split_for_many_processors() -> None:
     case = square(40, 1, 0, 8, n=2)
     pieces = passes(case, processors=2)[0].jobs["end"].tolist()

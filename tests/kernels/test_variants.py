@@ -35,10 +35,12 @@ class Recorder:
     def __init__(self) -> None:
         self.asked: set[tuple[str, tuple[str, ...]]] = set()
 
-    def function(self, source: str, name: str, options: tuple[str, ...]) -> Launch:
-        del name
+    def function(
+        self, source: str, name: str, options: tuple[str, ...], shared_bytes: int = 0
+    ) -> Launch:
+        del name, shared_bytes
         self.asked.add((source, options))
-        return lambda grid, block, arguments: None
+        return lambda grid, block, arguments, shared_mem=0: None
 
     def upload(self, host: npt.NDArray) -> npt.NDArray:
         return host
@@ -66,6 +68,12 @@ def launch_patches(device: Recorder) -> None:
             out = np.empty((channels + 1,) * 2, np.float32)
             moments.add(x, ONE, out, Accumulation(True, **scales))
             moments.add_squares(x, ONE, np.empty(channels, np.float32), **scales)
+    # Images that do not fit the scratch memory as pairs.
+    for dtype in COMPUTED:
+        x, out = images(64, dtype, last=False), np.empty((64, 64), np.float32)
+        PatchMoments(device, 1, 3).add(x, ONE, out, Accumulation(False, **scales))
+    x, out = images(128, np.float32, last=False), np.empty((128, 128), np.float32)
+    PatchMoments(device, SCRATCH, 3).add(x, ONE, out, Accumulation(False, **scales))
     mirror(device, np.empty((5, 5), np.float32))
     for dtype in (*COMPUTED, np.float64):
         x = images(4, dtype, last=False)

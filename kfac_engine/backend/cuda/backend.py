@@ -125,7 +125,8 @@ class CupyBackend:
         return [parts[i].reshape(array.shape) for i, array in enumerate(arrays)]
 
     def run_parallel(self, tasks: Sequence[Task]) -> None:
-        with self._many.gathered():
+        # Averages and second moments of several tasks share launches.
+        with self._many.gathered(), self._moments.gathered():
             for task in tasks:  # the kernels of a task are launched while earlier kernels run
                 task.do()
 
@@ -317,6 +318,7 @@ class CupyBackend:
     def _add_rows(self, rows: Array, out: Array, how: Accumulation) -> None:
         """Compute both triangles of ``out ← beta·out + alpha·rowsᵀ rows`` in place, in parts."""
         xp = self.xp
+        self._moments.flush()  # an earlier call may have the same result
         self._fit_scratch()
         step = max(1, self.scratch_bytes // (out.itemsize * len(out)))
         for start in range(0, len(rows), step):

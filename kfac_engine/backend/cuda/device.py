@@ -147,12 +147,20 @@ class CupyDevice:
 
     # -- kernels ----------------------------------------------------------------------------------
 
-    def function(self, source: str, name: str, options: tuple[str, ...]) -> Launch:
-        """Return the kernel ``name`` of a source; each set of options is compiled once."""
+    def function(
+        self, source: str, name: str, options: tuple[str, ...], shared_bytes: int = 0
+    ) -> Launch:
+        """Return the kernel ``name`` of a source; each set of options is compiled once.
+
+        Launches may have ``shared_bytes`` of dynamic shared memory.
+        """
         # `get_function` creates a kernel of CuPy in each call, which takes longer than a launch.
         key = source, name, options
         if key not in self._functions:
-            self._functions[key] = self._module(source, options).get_function(name)
+            function = self._module(source, options).get_function(name)
+            if shared_bytes:
+                function.max_dynamic_shared_size_bytes = shared_bytes
+            self._functions[key] = function
         return self._functions[key]
 
     def upload(self, host: npt.NDArray[Any]) -> Array:

@@ -1,0 +1,223 @@
+"""Moments of several layers from pairs of half-precision numbers, thread by thread on the CPU.
+
+The tensor cores of the shim cut sums toward zero, as those of a device do. Other tests of the
+kernels on tensor cores are in ``test_patch_moments``.
+"""
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from kfac_engine.backend.channel_groups import Accumulation
+from kfac_engine.backend.cuda.gram import PatchMoments
+from kfac_engine.backend.window import Window
+from tests.backend.geometries import Case
+from tests.cuda_on_cpu.device import ShimDevice
+from tests.cuda_on_cpu.module import ORDERS, compiler
+from tests.cuda_on_cpu.test_shim import Broken
+from tests.kernels.test_patch_moments import SCRATCH, TOLERANCES, square, truth
+from tests.nightly import nightly_but
+
+pytestmark = pytest.mark.skipif(compiler() is None, reason="needs g++ to run kernels on the CPU")
+
+SUM = Accumulation(homogeneous=False, alpha=1.0, beta=0.0)
+# Odd and even numbers of tiles of a tap; one tap, and patches with and without strides.
+LAYERS = [
+    square(4, 3, 1, 64),
+    square(3, 1, 0, 128, n=3),
+    Case(Window((3, 2), (2, 1), (1, 2), (1, 0), (0, 2)), 2, 128, (5, 6)),
+    square(5, 1, 0, 192, n=2),
+    square(3, 2, 1, 64, n=2, axes=3),
+]
+EACH_CALL = ["find_peaks", "write_pairs", "pair_products", "assemble_moments"]
+
+
+def images(case: Case, seed: int = 0) -> np.ndarray:
+    return case.images(seed=seed).astype(np.float32)
+
+
+def empty(case: Case, bias: bool = False) -> np.ndarray:
+    return np.full((case.window.taps * case.channels + bias,) * 2, np.nan, np.float32)
+
+
+def error(found: np.ndarray, wanted: np.ndarray) -> float:
+    """The largest error, relative to the largest entry; infinite for NaN."""
+    worst = np.abs(found - wanted).max() / np.abs(wanted).max()
+    return float("inf") if np.isnan(worst) else float(worst)
+
+
+def moment(x: np.ndarray, case: Case, order: str = "forward") -> np.ndarray:
+    out = empty(case)
+    PatchMoments(ShimDevice(order), SCRATCH, 3).add(x, case.window, out, SUM)
+    return out
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_layers_share_launches(order: str) -> None:
+    device = ShimDevice(order)
+    moments = PatchMoments(device, 64 << 20, 3)
+    outs = [empty(case, bias=True) for case in LAYERS]
+    how = Accumulation(True, 0.5, 0.0)
+    with moments.gathered():
+        for case, out in zip(LAYERS, outs, strict=True):
+            moments.add(images(case), case.window, out, how)
+    for case, out in zip(LAYERS, outs, strict=True):
+        assert error(out, 0.5 * truth(case, images(case), True)) < TOLERANCES[3]
+    # A launch for each width of blocks; biases are sums of each layer.
+    launched = [name for name in device.launched if name not in ("sum_images", "border_moment")]
+    assert launched == [*EACH_CALL[:2], "pair_products", *EACH_CALL[2:]]
+
+
+@pytest.mark.parametrize("scratch", [64 << 10, 70 << 10])
+def test_pairs_and_parts_of_a_group_fit_scratch_memory(scratch: int) -> None:
+    """In a quarter and a half of it: two layers at a time."""
+    device = ShimDevice()
+    cases = [square(4, 1, 0, 64, n=2)] * 3  # 8 kB of pairs, and a part of 16 kB
+    moments = PatchMoments(device, scratch, 3)
+    outs = [empty(case) for case in cases]
+    with moments.gathered():
+        for seed, (case, out) in enumerate(zip(cases, outs, strict=True)):
+            moments.add(images(case, seed), case.window, out, SUM)
+    assert device.launched == 2 * EACH_CALL
+    for seed, (case, out) in enumerate(zip(cases, outs, strict=True)):
+        assert error(out, truth(case, images(case, seed), False)) < TOLERANCES[3]
+
+
+def test_batch_above_scratch_memory_is_divided() -> None:
+    case = square(4, 2, 1, 64, n=5)
+    device = ShimDevice()
+    out = empty(case)
+    # Two images of 4 kB at a time; the matrix takes passes of one tile.
+    PatchMoments(device, 2 * 2 * 4 << 10, 3).add(images(case), case.window, out, SUM)
+    assert device.launched.count("write_pairs") == 3
+    assert error(out, truth(case, images(case), False)) < TOLERANCES[3]
+
+
+def test_second_sum_into_one_matrix_waits_for_the_first() -> None:
+    case = square(3, 1, 0, 64, n=2)
+    moments, out = PatchMoments(ShimDevice(), SCRATCH, 3), empty(case)
+    unaligned = square(4, 2, 0, 16)  # by another kernel, into the same matrix
+    with moments.gathered():
+        moments.add(images(case, 0), case.window, out, SUM)
+        moments.add(images(case, 1), case.window, out, Accumulation(False, 1.0, 0.5))
+        moments.add(images(unaligned), unaligned.window, out, Accumulation(False, 1.0, 2.0))
+    first, second = (truth(case, images(case, seed), False) for seed in range(2))
+    wanted = 2.0 * (0.5 * first + second) + truth(unaligned, images(unaligned), False)
+    assert error(out, wanted) < TOLERANCES[3]
+
+
+def test_error_keeps_old_matrices() -> None:
+    case = square(3, 1, 0, 64)
+    moments, out = PatchMoments(ShimDevice(), SCRATCH, 3), np.zeros((64, 64), np.float32)
+
+    def fail() -> None:
+        with moments.gathered():
+            moments.add(images(case), case.window, out, SUM)
+            raise MemoryError
+
+    with pytest.raises(MemoryError):
+        fail()
+    moments.flush()
+    assert not out.any()
+
+
+def test_whole_batch_has_float32_accuracy() -> None:
+    """Sums that tensor cores cut would have an error of 1.3e-5 at 1600 positions."""
+    case = square(40, 1, 0, 64, n=2)
+    x = images(case) + np.float32(2.0)  # the cuts of all sums have one sign
+    assert error(moment(x, case), truth(case, x, False)) < 4e-7
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_scale_of_each_channel_is_kept(order: str) -> None:
+    case = square(4, 1, 0, 128, n=2)
+    scales = np.geomspace(1e-15, 1e15, 128, dtype=np.float32)[:, None, None]
+    x = images(case) * scales
+    x[:, 5] = 0.0  # a channel of zeros
+    x[0, 7, 0, 0] = 1e6 * np.abs(x[:, 7]).max()  # an outlier
+    x[:, 9] = 0.0
+    x[0, 9, 1, 1] = np.float32(1e-42)  # subnormal: its square is zero
+    with np.errstate(under="ignore"):
+        wanted = truth(case, x, False)
+    roots = np.sqrt(np.diag(wanted))
+    bound = np.outer(roots, roots)
+    found = moment(x, case, order)
+    # Products below the smallest normal number are not exact.
+    assert (np.abs(found - wanted) <= 1e-6 * bound + 1e-37).all()
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_number_that_is_not_finite_reaches_its_channel_only(bad: float) -> None:
+    case = square(4, 3, 1, 64)
+    x = images(case)
+    x[0, 3, 2, 2] = bad
+    found = moment(x, case)
+    channels = np.arange(len(found)) % 64
+    touched = (channels[:, None] == 3) | (channels == 3)
+    assert not np.isfinite(found.diagonal()[channels == 3]).any()  # every tap sees the number
+    assert np.isfinite(found[~touched]).all()
+
+
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
+def test_types_of_a_group_are_computed_apart(dtype: type) -> None:
+    case = square(4, 2, 1, 64)
+    moments = PatchMoments(ShimDevice(), SCRATCH, 3)
+    each = [images(case), images(case).astype(dtype)]
+    outs = [empty(case) for _ in each]
+    with moments.gathered():
+        for x, out in zip(each, outs, strict=True):
+            moments.add(x, case.window, out, SUM)
+    for x, out in zip(each, outs, strict=True):
+        assert error(out, truth(case, x, False)) < TOLERANCES[3]
+
+
+# What goes wrong in a kernel: its source, a piece of it, and what replaces this piece.
+MISTAKES = {
+    "no wait for copies": ("pair_products", "wait_for_copies<STAGES - 2>();", ""),
+    "no barrier": ("pair_products", "__syncthreads();  // the copies", "// the copies"),
+    "a stage is overwritten too early": (
+        "pair_products",
+        "now == 0 ? (STAGES - 1) * STAGE * 2 : now - STAGE * 2",
+        "now",
+    ),
+    "rows of matrices in other banks": ("pair_products", "from_a + now ^ i * 32", "from_a + now"),
+    "no product of low parts": ("pair_products", "mma_half(sum, high_a, low_b[j], sum);", ""),
+    "no carry to the next image": ("pair_products", "image += all.images + carry;", ""),
+    "positions of the next job": ("pair_products", "counts = p < all.end", "counts = true"),
+    "a pixel beside the image": (
+        "pair_products",
+        "< (unsigned)all.shape[2]",
+        "<= (unsigned)all.shape[2]",
+    ),
+    "scales of the rows only": ("pair_products", "rows[r] + columns[c]", "2 * rows[r]"),
+    "low parts of other numbers": ("pair_stage", "a - half_to_float", "b - half_to_float"),
+    "no barrier before the turned tile": (
+        "pair_stage",
+        "__syncthreads();\n  #pragma unroll\n  for (int i = 0; i < 2",
+        "#pragma unroll\n  for (int i = 0; i < 2",
+    ),
+    "largest magnitude of the first images": ("pair_stage", "piece < layer.pieces", "piece < 1"),
+}
+
+
+@pytest.mark.parametrize("mistake", nightly_but([*MISTAKES][::4], MISTAKES))
+def test_mutated_kernel_gives_wrong_result(mistake: str) -> None:
+    name, old, new = MISTAKES[mistake]
+
+    def change(code: str) -> str:
+        assert old in code
+        return code.replace(old, new)
+
+    worst = 0.0
+    # Several stages with full blocks over images that grow, and taps beside the image.
+    beside = Window((2, 2), (2, 2), (1, 1), (0, 0), (1, 1))
+    for case in (square(5, 1, 0, 128, n=6), Case(beside, 2, 64, (3, 3))):
+        x = images(case) * np.geomspace(1, 1e9, case.n)[:, None, None, None].astype(np.float32)
+        x *= np.geomspace(1, 1e3, case.channels, dtype=np.float32)[:, None, None]
+        wanted = truth(case, x, False)
+        for order in ORDERS:
+            out = empty(case)
+            moments = PatchMoments(Broken(name, change, order), SCRATCH, 3)
+            moments.add(x, case.window, out, SUM)
+            worst = max(worst, error(out, wanted))
+    assert worst > 1e-5
