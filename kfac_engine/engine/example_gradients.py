@@ -46,9 +46,15 @@ class ExampleGradients:
         self._outer: bool | None = None
 
     def __call__(
-        self, trace: Trace, cotangents: Mapping[str, Array], names: Sequence[str]
+        self,
+        trace: Trace,
+        cotangents: Mapping[str, Array],
+        names: Sequence[str],
+        chosen: Array | None = None,
     ) -> Iterator[dict[str, Array]]:
         """Yield the gradients of one example after the other with respect to ``names``.
+
+        They are those of all examples, or of the numbers that are ``chosen``.
 
         ``cotangents`` maps a loss input to its cotangent for all examples. A batch of one example,
         or whose losses depend on none of the values, yields one gradient. Rows of different
@@ -60,9 +66,9 @@ class ExampleGradients:
             yield trace.vjp(cotangents, names)
             return
         if self._batch.sets:
-            yield from self._of_sets(trace, cotangents, names)
+            yield from self._of_sets(trace, cotangents, names, chosen)
             return
-        for index in range(count):
+        for index in range(count) if chosen is None else map(int, chosen):
             rows = {
                 name: self._rows(trace, name, index, count, array.shape)
                 for name, array in cotangents.items()
@@ -76,12 +82,17 @@ class ExampleGradients:
                 yield trace.vjp(others, names)
 
     def _of_sets(
-        self, trace: Trace, cotangents: Mapping[str, Array], names: Sequence[str]
+        self,
+        trace: Trace,
+        cotangents: Mapping[str, Array],
+        names: Sequence[str],
+        chosen: Array | None,
     ) -> Iterator[dict[str, Array]]:
         """Yield the gradients of the examples of one set after the other."""
         for each in self._batch.sets:
             its = {name: array for name, array in cotangents.items() if self._is_of(name, each)}
-            for index in range(each.examples(trace) if its else 0):
+            every = range(each.examples(trace)) if chosen is None else map(int, chosen)
+            for index in every if its else ():
                 row = slice(index, index + 1)
                 others = {name: array * 0 for name, array in cotangents.items()}
                 for name, array in its.items():

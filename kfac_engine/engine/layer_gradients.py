@@ -15,7 +15,7 @@ from typing import Protocol, TypeAlias, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from kfac_engine._types import Array, DType
+from kfac_engine._types import Array
 from kfac_engine.backend.cpu.reductions import all_finite
 from kfac_engine.curvature.blocks.base import FisherBlock, uses
 from kfac_engine.engine.build import Assembly
@@ -27,8 +27,6 @@ from kfac_engine.runtime.trace import Trace
 
 Float: TypeAlias = Array
 Number = TypeVar("Number", np.float64, np.intp)
-
-FLOAT64 = np.dtype(np.float64)
 
 
 class Rotation(Protocol):
@@ -198,15 +196,15 @@ def read_layers(
     sources: Cotangents,
     *,
     examples: int | None = None,
-    dtype: DType = FLOAT64,
+    chosen: NDArray[np.intp] | None = None,
 ) -> list[LayerReader]:
     """Return readers of the gradients of ``Σ ⟨cotangent, value⟩``, one for each layer of the model.
 
     For each gradient of an example, ``sources`` map the inputs of losses to cotangents. The tiles
     of a reader raise a ``NonFiniteError`` for an example whose gradient holds NaN or infinity.
 
-    ``examples`` is the number of examples of these losses, if others have other numbers. The
-    numbers of the tiles have the type ``dtype``.
+    ``examples`` is the number of examples of these losses, if others have other numbers. The tiles
+    have the examples ``chosen`` only, if they are given.
     """
     layers = assembly.discovery.layers
     every = (name for layer in layers for name in (*uses(layer.outputs), *layer.parameters))
@@ -215,8 +213,8 @@ def read_layers(
     if examples is None:
         examples = assembly.task.objective.examples(trace)
     readings = [
-        _block_of(assembly, layer).read_examples(
-            _Readings(assembly, layer, trace, examples, dtype, reached)
+        block_of(assembly, layer).read_examples(
+            _Readings(assembly, layer, trace, examples, chosen, reached)
         )
         for layer in layers
     ]
@@ -224,14 +222,15 @@ def read_layers(
     gradients = [trace.vjp(cotangents, wrt) if wrt else {} for cotangents in sources]
     return [
         replace(
-            _checked(layer, reader(sources, gradients), trace),
+            _checked(layer, reader(sources, gradients), trace, chosen),
             is_zero=reached.isdisjoint((*uses(layer.outputs), *layer.parameters)),
         )
         for layer, (_, reader) in zip(layers, readings, strict=True)
     ]
 
 
-def _block_of(assembly: Assembly, layer: LayerMatch) -> FisherBlock:
+def block_of(assembly: Assembly, layer: LayerMatch) -> FisherBlock:
+    """Return the block of a layer."""
     key = layer.parameters if len(layer.parameters) > 1 else layer.parameters[0]
     return assembly.collection.fisher_blocks[key]
 
@@ -244,7 +243,7 @@ class _Readings:
     layer: LayerMatch
     trace: Trace  # the batch
     examples: int  # number of examples
-    dtype: DType  # element type of the gradients
+    chosen: NDArray[np.intp] | None  # numbers of the examples that are read; None for all
     reached: frozenset[str]  # outputs of layers on which the losses depend
 
     def rows(self, form: LayerForm) -> _Reading:
@@ -321,13 +320,16 @@ class _Readings:
         gradients: Sequence[Mapping[str, Array]],
     ) -> tuple[list[Array], list[list[Array]]]:
         """Return the input of each use, and the output gradients of each use and source."""
-        asarray = self.assembly.collection.backend.asarray
-        values = [asarray(self.trace[name]) for name in inputs if name]
-        return values, [[asarray(arrays[name]) for arrays in gradients] for name in outputs]
+        values = [self._of_chosen(self.trace[name]) for name in inputs if name]
+        return values, [[self._of_chosen(each[name]) for each in gradients] for name in outputs]
+
+    def _of_chosen(self, array: Array) -> Array:
+        array = self.assembly.collection.backend.asarray(array)
+        return array if self.chosen is None else array[self.chosen]
 
     def _read(self, array: Array) -> Float:
         backend = self.assembly.collection.backend
-        return np.asarray(backend.to_numpy(backend.asarray(array)), self.dtype)
+        return np.asarray(backend.to_numpy(backend.asarray(array)), np.float64)
 
     def _rows(
         self,
@@ -340,7 +342,7 @@ class _Readings:
         backend = self.assembly.collection.backend
         a = [self._read(form.input_view.rows(x[tile], backend)) for x in inputs]
         if form.packing.has_bias:
-            a = [np.concatenate([x, np.ones((*x.shape[:-1], 1), self.dtype)], axis=-1) for x in a]
+            a = [np.concatenate([x, np.ones((*x.shape[:-1], 1))], axis=-1) for x in a]
         ds = [
             np.stack([self._read(form.output_view.rows(g[tile], backend)) for g in use], axis=1)
             for use in outputs
@@ -367,11 +369,11 @@ class _Readings:
 
     def _tiles(self, sources: Cotangents, step: int) -> Iterator[WholeGradients]:
         task, names, trace = self.assembly.task, self.layer.parameters, self.trace
-        block = _block_of(self.assembly, self.layer)
+        block = block_of(self.assembly, self.layer)
         each = ExampleGradients(self.assembly.model, task.objective, task.batch, task.inputs)
-        examples = self.examples
+        chosen = range(self.examples) if self.chosen is None else self.chosen
         reached = self.reached.intersection(names)
-        passes = zip(*(each(trace, cotangents, names) for cotangents in sources), strict=True)
+        passes = zip(*(each(trace, c, names, self.chosen) for c in sources), strict=True)
         rows: Iterator[Float] = (
             np.stack([packed(block, tuple(self._read(g[name]) for name in names)) for g in source])
             for source in passes
@@ -379,13 +381,15 @@ class _Readings:
         try:
             if not reached:  # there is one gradient of the whole batch, zero
                 rows = repeat(next(rows))
-            for start in range(0, examples, step):
-                yield WholeGradients(np.stack(list(islice(rows, min(step, examples - start)))))
+            for start in range(0, len(chosen), step):
+                yield WholeGradients(np.stack(list(islice(rows, min(step, len(chosen) - start)))))
         except UnsupportedError as failure:
             raise UnsupportedError(f"{', '.join(names)}: {failure}") from failure
 
 
-def _checked(layer: LayerMatch, reader: LayerReader, trace: Trace) -> LayerReader:
+def _checked(
+    layer: LayerMatch, reader: LayerReader, trace: Trace, chosen: NDArray[np.intp] | None
+) -> LayerReader:
     """Return a reader that refuses gradients with NaN or infinity."""
 
     def tiles(step: int) -> Iterator[Gradients]:
@@ -393,6 +397,7 @@ def _checked(layer: LayerMatch, reader: LayerReader, trace: Trace) -> LayerReade
             for array in tile.arrays:
                 if not all_finite(array):
                     example = start + int(np.argwhere(~np.isfinite(array))[0][0])
+                    example = example if chosen is None else int(chosen[example])
                     with trace.explain():
                         raise NonFiniteError(
                             f"the derivative of example {example} with respect to "

@@ -2,33 +2,30 @@
 
 With J the Jacobian matrix of the values that a loss reads, ``B Bᵀ`` their Fisher matrix and w the
 weights of loss, reduction and predictions, ``R = √w Bᵀ J``. The residuals ρ solve ``Rᵀρ = g`` for
-the gradient g of the loss. If there are fewer rows than parameters, ``R Rᵀ`` is smaller than F, and
+the gradient g of the loss. Products with R and Rᵀ take one pass each, without the rows. The rows
+themselves are read from some examples (``Rows``): m of them, scaled, have nearly the same large
+eigenvalues, and with fewer rows than parameters
 
-    (RᵀR + λI)⁻¹ Rᵀρ = Rᵀ (R Rᵀ + λI)⁻¹ ρ
-
-A row of a layer is ``Σ_t a_t ds_tᵀ``. The inner product of two rows is therefore the sum of
-``(a·a′)(ds·ds′)`` over pairs of positions, which takes less than the rows themselves if there are
-few positions.
+    (RᵀR + λI)⁻¹ v = (v − Rᵀ (R Rᵀ + λI)⁻¹ R v) / λ
 """
 
 from collections import ChainMap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, product
-from math import prod, sqrt
+from math import ceil, prod, sqrt
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.linalg import blas
 
-from kfac_engine._types import Array, DType, Values
+from kfac_engine._types import Array, Values
 from kfac_engine.backend.namespace import array_module
 from kfac_engine.engine.batch_parts import TracedParts
 from kfac_engine.engine.batch_shards import BatchShards
 from kfac_engine.engine.build import Assembly
 from kfac_engine.engine.curvature_products import CurvatureProducts
-from kfac_engine.engine.layer_gradients import FactoredGradients, LayerReader, read_layers
+from kfac_engine.engine.layer_gradients import LayerReader, block_of, packed, read_layers
 from kfac_engine.engine.model_arrays import ModelArrays
 from kfac_engine.engine.validation import check_finite
 from kfac_engine.errors import NonFiniteError, UnsupportedError
@@ -37,14 +34,50 @@ from kfac_engine.losses.observed import root, times
 from kfac_engine.runtime.trace import Trace
 from kfac_engine.system.memory_limits import require_memory
 
-# Rows of a block of products in memory at once.
-_BLOCK = 512
-# Number of multiplications that take as long as passing over one entry of a product.
-_ENTRY = 16
+# Rows that are read of a larger batch.
+MOST_ROWS = 256
 _BYTES = 8
 # Largest difference of products that two ways compute, in float32 and in float64.
 _ROUNDING = {"f": 1e-3, "d": 1e-7}
-_FLOAT64 = np.dtype(np.float64)
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Rows of the Fisher matrix, ``(m, P)``, all or a random sample, and products with them.
+
+    A row of a sample of m among n examples is multiplied by ``√(n / m)``, so that ``RᵀR`` is the
+    Fisher matrix on average. Vectors over the parameters are ``(P,)`` in float64, in the order of
+    ``SampleSpace.flat``.
+
+    Attributes:
+        matrix: The rows, with their columns in the order of the layers.
+        places: The column of the parameters of ``flat`` that each column of ``matrix`` is.
+        size: Number of parameters P; those that no layer reads have no column.
+        numbers: Numbers of the rows in the sample space, ``(m,)``, ascending.
+        scales: The factor of each row, ``(m,)``.
+    """
+
+    matrix: NDArray[np.float64]
+    places: NDArray[np.intp]
+    size: int
+    numbers: NDArray[np.intp]
+    scales: NDArray[np.float64]
+
+    def image(self, flat: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Return ``R v``, ``(m,)``."""
+        result: NDArray[np.float64] = self.matrix @ flat[self.places]
+        return result
+
+    def combine(self, u: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Return ``Rᵀ u``, ``(P,)``."""
+        result = np.zeros(self.size)
+        result[self.places] = u @ self.matrix
+        return result
+
+    def gram(self) -> NDArray[np.float64]:
+        """Return ``R Rᵀ``, ``(m, m)``."""
+        result: NDArray[np.float64] = self.matrix @ self.matrix.T
+        return result
 
 
 class SampleSpace(CurvatureProducts):
@@ -62,6 +95,7 @@ class SampleSpace(CurvatureProducts):
 
     Attributes:
         rows: Number of rows.
+        most_of_example: Largest number of rows of an example for one loss.
 
     Raises:
         UnsupportedError: The batch is divided among several processes, a loss has no factor of its
@@ -88,6 +122,9 @@ class SampleSpace(CurvatureProducts):
         traced.each(lambda trace: self._shapes.append(self._inner_shapes(trace)))
         sizes = [sum(map(prod, shapes)) for shapes in self._shapes]
         self.rows = sum(sizes)
+        self.most_of_example = max(
+            (prod(shape[1:]) for shapes in self._shapes for shape in shapes), default=0
+        )
         self._starts = [0, *accumulate(sizes)]
 
     def residuals(self) -> tuple[float, NDArray[np.float64]]:
@@ -167,53 +204,76 @@ class SampleSpace(CurvatureProducts):
             self._traced.each(add)
         return np.concatenate(parts)
 
-    def gram(self, *, precise: bool = True) -> NDArray[np.float64]:
-        """Return the lower triangle of ``R Rᵀ``, ``(rows, rows)`` in float64, in Fortran order.
+    def flat(self, vector: Mapping[str, Array]) -> NDArray[np.float64]:
+        """Return arrays by parameter as one vector ``(P,)``; tied copies count once."""
+        named = self._checked(vector)
+        parts = [self._host(named[name]).reshape(-1) for name in self._model.parameters]
+        return np.concatenate(parts)
+
+    def named(self, flat: NDArray[np.float64]) -> dict[str, Array]:
+        """Return a vector ``(P,)`` as arrays by parameter, in the types of the file."""
+        arrays, start = dict[str, Array](), 0
+        for name, value in self._model.parameters.items():
+            part = flat[start : start + value.size].reshape(value.shape)
+            arrays[name] = array_module(value).asarray(part, dtype=value.dtype)
+            start += value.size
+        return self._model.to_file_layout(arrays)
+
+    def sampled(self, seed: int, most: int = MOST_ROWS) -> Rows:
+        """Return all rows if there are at most ``most``, or those of a random sample of examples.
+
+        Each loss has its share of the examples, at least one.
 
         Args:
-            precise: Whether inner products are computed in float64; if not, in the type of the
-                model.
+            seed: Seed of the sample.
+            most: Number of rows to read; more if all rows of an example need them.
 
         Raises:
-            MemoryLimitError: Rows and their inner products do not fit into the memory.
+            MemoryLimitError: The rows do not fit into the memory.
             NonFiniteError: A row contains NaN or infinity.
             UnsupportedError: The examples of a parameter cannot be separated.
         """
-        types = set[DType]()
-        pieces: dict[int, list[tuple[_Group, Any]]] = {}
+        rng = np.random.default_rng(seed)
         places = iter(zip(self._starts, self._shapes, strict=False))
-        with self._shards.computing("inner products of the sample space"):
+        blocks, numbers, scales = list[Any](), list[Any](), list[Any]()
+
+        def add(trace: Trace) -> None:
+            start, shapes = next(places)
+            for number, shape in enumerate(shapes):
+                count, each = shape[0], prod(shape[1:])
+                chosen = np.arange(count)
+                if self.rows > most:
+                    share = min(count, ceil(most * count / self.rows))
+                    chosen = np.sort(rng.permutation(count)[:share])
+                scale = sqrt(count / len(chosen))
+                readers = self._readers(trace, number, shape, chosen)
+                blocks.append(
+                    scale * np.concatenate([_rows(r, len(chosen), each) for r in readers], 1)
+                )
+                rows = start + chosen[:, None] * each + np.arange(each)
+                numbers.append(rows.reshape(-1))
+                scales.append(np.full(rows.size, scale))
+                start += count * each
+
+        with self._shards.computing("rows of the sample space"):
             self._require_memory()
-
-            def add(trace: Trace) -> None:
-                start, shapes = next(places)
-                values = (trace[name].dtype for name in self._objective.inputs)
-                dtype = _FLOAT64 if precise else np.result_type(np.float32, *values)
-                types.add(dtype)
-                for number, shape in enumerate(shapes):
-                    group = _Group(start, shape[0], prod(shape[1:]))
-                    start += prod(shape)
-                    for index, reader in enumerate(self._readers(trace, number, shape, dtype)):
-                        if not reader.is_zero:
-                            piece = _piece(reader, group)
-                            pieces.setdefault(index, []).append((group, piece))
-
             self._traced.each(add)
-            K = np.zeros((self.rows, self.rows), np.result_type(*types), order="F")
-            for index in sorted(pieces):
-                _add_products(K, pieces.pop(index))
-        return K.astype(np.float64, copy=False)
+            size = sum(value.size for value in self._model.parameters.values())
+            return Rows(
+                np.concatenate(blocks), self._columns(), size, np.concatenate(numbers),
+                np.concatenate(scales),
+            )  # fmt: skip
 
-    def check(self, K: NDArray[np.float64]) -> None:
+    def check(self, rows: Rows) -> None:
         """Refuse a model whose rows, read layer by layer, are not those of its products.
 
-        Rows assume that an example depends on its own inputs only. ``K`` is a result of ``gram``.
+        Rows assume that an example depends on its own inputs only.
         """
-        u = np.random.default_rng(0).standard_normal(self.rows)
-        lower = np.tril(K, -1)
-        by_rows = lower @ u + lower.T @ u + np.diag(K) * u
+        u = np.zeros(self.rows)
+        u[rows.numbers] = np.random.default_rng(0).standard_normal(len(rows.numbers))
         combined = self.combine(u, tuple(self._model.parameters))
-        by_products = self.image(combined)
+        by_products = self.flat(combined)
+        by_rows = rows.combine(u[rows.numbers] / rows.scales)
         bound = max(_ROUNDING.get(array.dtype.char, 1e-3) for array in combined.values())
         if np.linalg.norm(by_rows - by_products) > bound * np.linalg.norm(by_products):
             raise UnsupportedError(
@@ -263,7 +323,7 @@ class SampleSpace(CurvatureProducts):
             yield array_module(like).asarray(u[start:stop].reshape(shape), dtype=like.dtype)
 
     def _readers(
-        self, trace: Trace, number: int, shape: tuple[int, ...], dtype: DType
+        self, trace: Trace, number: int, shape: tuple[int, ...], chosen: NDArray[np.intp]
     ) -> list[LayerReader]:
         """Return readers of the rows of a loss, with a source for each entry of its inner shape."""
         term = self._objective.terms[number]
@@ -276,7 +336,20 @@ class SampleSpace(CurvatureProducts):
                 for index in product(*map(range, shape[1:]))
             )
         ]
-        return read_layers(self._assembly, trace, sources, examples=shape[0], dtype=dtype)
+        return read_layers(self._assembly, trace, sources, examples=shape[0], chosen=chosen)
+
+    def _columns(self) -> NDArray[np.intp]:
+        """Return ``places`` of the rows."""
+        discovery, places, start = self._assembly.discovery, dict[str, Any](), 0
+        for name, value in self._model.parameters.items():
+            every = np.arange(start, start + value.size).reshape(value.shape)
+            for part in discovery.parts.get(name, ()):
+                places[part.name] = part.read(every)
+            start += value.size
+        arrays = (tuple(places[name] for name in each.parameters) for each in discovery.layers)
+        pairs = zip(discovery.layers, arrays, strict=True)
+        stacks = (packed(block_of(self._assembly, layer), parts) for layer, parts in pairs)
+        return np.concatenate([stack.reshape(-1) for stack in stacks])
 
     def _require_memory(self) -> None:
         parameters = sum(array.size for array in self._model.parameters.values())
@@ -288,125 +361,14 @@ class SampleSpace(CurvatureProducts):
 
 
 def bytes_of(rows: int, parameters: int) -> int:
-    """Return a bound of the memory of rows, of their inner products and of a decomposition."""
-    return _BYTES * rows * (2 * rows + _BLOCK + parameters)
+    """Return a bound of the memory of a sample of rows and of what solves with them."""
+    read = min(rows, MOST_ROWS)
+    return _BYTES * (2 * read * parameters + 3 * read * read + 8 * (parameters + rows))
 
 
-@dataclass(frozen=True, slots=True)
-class _Group:
-    """The rows of a loss in a part of the batch: ``examples · each`` rows from ``start`` on."""
-
-    start: int
-    examples: int
-    each: int
-
-    @property
-    def rows(self) -> int:
-        return self.examples * self.each
-
-
-def _piece(reader: LayerReader, group: _Group) -> FactoredGradients | Array:
-    """Return the rows of a layer: in factors, or ``(rows, entries)`` if that is smaller."""
-    factors, wholes = [], []
-    for tile in reader.tiles(group.examples):
-        if isinstance(tile, FactoredGradients):
-            (t, d_in), (k, _, d_out) = tile.inputs.shape[1:], tile.outputs.shape[1:]
-            if t * (d_in + k * d_out) <= k * d_in * d_out:
-                factors.append(tile)
-                continue
-        wholes.append(tile.matrices().reshape(len(tile.arrays[0]) * group.each, -1))
-    if factors:
-        (tile,) = factors
-        return tile
-    return wholes[0] if len(wholes) == 1 else np.concatenate(wholes)
-
-
-def _add_products(K: NDArray[np.float64], pieces: Sequence[tuple[_Group, Any]]) -> None:
-    """Add the inner products of the rows of a layer to the lower triangle of K."""
-    factored = all(isinstance(piece, FactoredGradients) for _, piece in pieces)
-    if factored:
-        t = max(piece.inputs.shape[1] for _, piece in pieces)
-        d_in, d_out = pieces[0][1].inputs.shape[2], pieces[0][1].outputs.shape[3]
-        if t * t * (d_in + d_out + _ENTRY) < d_in * d_out:
-            for (one, left), (other, right) in product(pieces, pieces):
-                if other.start <= one.start:
-                    _add_factored(K, (one, left), (other, right))
-            return
-    _add_whole(K, pieces)
-
-
-def _add_factored(
-    K: NDArray[np.float64],
-    one: tuple[_Group, FactoredGradients],
-    other: tuple[_Group, FactoredGradients],
-) -> None:
-    """Add ``Σ (a·a′)(ds·ds′)`` over pairs of positions, block by block of examples."""
-    (rows, left), (columns, right) = one, other
-    size = max(1, _BLOCK // rows.each)
-    for start in range(0, rows.examples, size):
-        stop = min(start + size, rows.examples)
-        last = stop if rows is columns else columns.examples
-        shape = stop - start, rows.each, last, columns.each
-        out = K[
-            rows.start + start * rows.each : rows.start + stop * rows.each,
-            columns.start : columns.start + last * columns.each,
-        ]
-        for u, v in product(range(left.inputs.shape[1]), range(right.inputs.shape[1])):
-            inner = left.inputs[start:stop, u] @ right.inputs[:last, v].T
-            ds = left.outputs[start:stop, :, u].reshape(shape[0] * shape[1], -1)
-            products = ds @ right.outputs[:last, :, v].reshape(shape[2] * shape[3], -1).T
-            if rows.each == columns.each == 1:
-                products *= inner
-            else:
-                products.reshape(shape)[...] *= inner[:, None, :, None]
-            out += products
-
-
-def _add_whole(K: NDArray[np.float64], pieces: Sequence[tuple[_Group, Any]]) -> None:
-    """Add the products of the rows as matrices, block by block of their columns."""
-    piece = pieces[0][1]
-    if isinstance(piece, FactoredGradients):
-        d_in, d_out = piece.inputs.shape[2], piece.outputs.shape[3]
-        step = max(1, 8 * _BLOCK // d_out)
-        cuts = [slice(start, min(start + step, d_in)) for start in range(0, d_in, step)]
-    else:
-        cuts = [slice(None)]
-    low = min(group.start for group, _ in pieces)
-    high = max(group.start + group.rows for group, _ in pieces)
-    parts: list[Array] = []
-    for cut in cuts:
-        parts = [_columns(piece, cut) for _, piece in pieces]
-        covered = sum(map(len, parts)) == high - low
-        rows = parts[0] if len(parts) == 1 else _stacked(pieces, parts, low, high, covered=covered)
-        syrk = blas.dsyrk if rows.dtype == np.float64 else blas.ssyrk
-        if high - low == len(K):
-            syrk(1.0, rows.T, beta=1.0, c=K, trans=1, lower=1, overwrite_c=1)
-        else:
-            K[low:high, low:high] += syrk(1.0, rows.T, trans=1, lower=1)
-
-
-def _columns(piece: Any, cut: slice) -> Array:
-    """Return the rows of some inputs of a layer, ``(rows, entries)``."""
-    rows: Array = piece
-    if isinstance(piece, FactoredGradients):
-        inputs = np.ascontiguousarray(piece.inputs[:, :, cut].swapaxes(1, 2))
-        matrices = inputs[:, None] @ piece.outputs
-        rows = matrices.reshape(matrices.shape[0] * matrices.shape[1], -1)
-    return rows
-
-
-def _stacked(
-    pieces: Sequence[tuple[_Group, Any]],
-    parts: Sequence[Array],
-    low: int,
-    high: int,
-    *,
-    covered: bool,
-) -> Array:
-    """Return the rows of all groups from ``low`` to ``high``; zeros where a group is missing."""
-    if covered:
-        return np.concatenate(parts)
-    rows = np.zeros((high - low, parts[0].shape[1]), parts[0].dtype)
-    for (group, _), part in zip(pieces, parts, strict=True):
-        rows[group.start - low : group.start - low + group.rows] = part
-    return rows
+def _rows(reader: LayerReader, examples: int, sources: int) -> NDArray[np.float64]:
+    """Return the rows of some examples of a layer, ``(examples · sources, entries)``."""
+    if reader.is_zero:
+        return np.zeros((examples * sources, reader.entries // sources))
+    tiles = [tile.matrices() for tile in reader.tiles(examples)]
+    return np.concatenate([tile.reshape(tile.shape[0] * tile.shape[1], -1) for tile in tiles])

@@ -21,7 +21,7 @@ from kfac_engine.engine.engine import Engine
 from kfac_engine.engine.memory import MemoryReport
 from kfac_engine.engine.profiling import StageClock
 from kfac_engine.engine.rollback import Undo
-from kfac_engine.engine.sample_space import SampleSpace
+from kfac_engine.engine.sample_space import MOST_ROWS, SampleSpace
 from kfac_engine.errors import InputError, MemoryLimitError, NonFiniteError, UnsupportedError
 from kfac_engine.training.damping_adaptation import DampingAdaptation
 from kfac_engine.training.kfac_updates import Move, StepInputs
@@ -43,11 +43,12 @@ _ATTEMPTS, _STRONGER = 8, 1 / 3
 MOMENTUM = 0.5
 # Rounding of a loss that is computed in float64, relative to its size.
 _RESOLUTION = 16 * float(np.finfo(np.float64).eps)
-# Inner products are computed in float64 where the damping is below this part of their mean square:
-# in float32 they have errors of this order.
-_SMALL = 1e-5
-# Most predictions for which these steps are faster than those of the quadratic model.
-_MOST_ROWS = 2_000
+# Iterations for a step with a sample of rows, and the part of the model's decrease so far that ends
+# them.
+_ITERATIONS, _LITTLE = 10, 0.02
+# Bounds for exact steps of the default: the most rows of an example, each of which takes a backward
+# pass, and the most numbers of all rows that are read.
+_MOST_OF_EXAMPLE, _MOST_NUMBERS = 8, 1 << 25
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +58,11 @@ class GaussNewtonUpdate:
     R and ρ are those of ``SampleSpace``. With ``c = μ φ′`` the minimum is
     ``c + Rᵀ (R Rᵀ + λI)⁻¹ (ρ − R c)``. With ``l2``, λ contains it, and ``c = (1 − l2/λ) μ φ′ +
     l2/λ θ``.
+
+    A batch of at most 256 rows is solved by one decomposition. For more, conjugate gradients
+    minimize over φ; they are preconditioned by the matrix of 256 rows, others in each step, and end
+    where an iteration adds less than a fiftieth to the decrease, after ten at most. If they do not
+    end before, λ does not fall.
 
     A step that would raise the loss is tried again with more damping and without momentum. The
     parameters do not move if none of the tries lowers the loss.
@@ -81,13 +87,17 @@ class GaussNewtonUpdate:
         return move
 
     def suits(self, batch: Sequence[Batch]) -> bool:
-        """Return whether the batch has rows, and so few of them that the steps pay."""
+        """Return whether the rows of a batch can be read at a price that pays."""
         try:
             space = self.engine.sample_space(batch)
             parameters = sum(value.size for value in self.engine.stored_parameters.values())
-            if space.rows > min(_MOST_ROWS, parameters):
+            read = min(space.rows, MOST_ROWS)
+            if (
+                space.most_of_example > _MOST_OF_EXAMPLE
+                or not read <= parameters <= _MOST_NUMBERS // read
+            ):
                 return False
-            space.check(space.gram(precise=False))
+            space.check(space.sampled(0))
         except (MemoryLimitError, UnsupportedError):
             return False
         return True
@@ -101,16 +111,19 @@ class GaussNewtonUpdate:
                 trial = equations.solved(damping, momentum)
             following = damping / _STRONGER
             if trial is not None:
-                move = Move(*trial, step.rate, momentum, ratio, damping, damping)
+                move = Move(trial.values, trial.predicted, step.rate, momentum, ratio, damping)
+                move = move._replace(following=damping, iterations=trial.iterations)
                 if adaptation is None:
                     return move
                 with step.clock("damping"):
                     change = self._loss(step, trial.values) - before
                 if abs(trial.predicted) <= _RESOLUTION * abs(before):
                     return move  # no change is left but rounding
-                weaker, ratio = adaptation.adapted(damping, change, trial.predicted, step.l2)
+                adapted, ratio = adaptation.adapted(damping, change, trial.predicted, step.l2)
                 if change <= 0:
-                    return move._replace(ratio=ratio, following=weaker)
+                    if trial.iterations == _ITERATIONS:  # weaker damping needs more of them
+                        adapted = max(adapted, damping)
+                    return move._replace(ratio=ratio, following=adapted)
             damping, momentum = following, 0.0
         for array in equations.update.values():
             array[...] = 0
@@ -131,10 +144,22 @@ class GaussNewtonUpdate:
 
 
 class _Trial(NamedTuple):
-    """The new parameters for a damping, and the change of the loss that the model predicts."""
+    """The new parameters for a damping, and the change of the loss that the model predicts.
+
+    ``iterations`` is the number of iterations of conjugate gradients; 0 without any.
+    """
 
     values: dict[str, Array]
     predicted: float
+    iterations: int
+
+
+class _Solution(NamedTuple):
+    """``φ = argmin ½‖R φ − ρ‖² + ½ λ‖φ‖²`` and ``R φ``."""
+
+    vector: NDArray[np.float64]
+    image: NDArray[np.float64]
+    iterations: int
 
 
 class _Equations:
@@ -149,63 +174,97 @@ class _Equations:
         self._space, self._step = space, step
         self.loss, self._rho = space.residuals()
         with step.clock("statistics"):
-            self._products, self._precise = space.gram(precise=False), False
+            self._rows = space.sampled(step.step)
             if not any(bool(array.any()) for array in step.slots["momentum"].values()):
-                space.check(self._products)
-            if step.damping < _SMALL * np.mean(np.diag(self._products)):
-                self._products, self._precise = space.gram(precise=True), True
+                space.check(self._rows)
+            self._products = self._rows.gram()
+        self._whole = len(self._rows.numbers) == space.rows
         self.update: dict[str, Array] = {}
 
     def solved(self, damping: float, momentum: float) -> _Trial | None:
         """Return the solution; None if the matrix is not positive up to rounding."""
-        step, rho = self._step, self._rho
-        centre = self._centre(damping, momentum)
-        right = rho - self._space.image(centre) if centre else rho
-        y = self._solve(right, damping)
-        if y is None:
-            return None
-        combined = self._space.combine(y, tuple(step.parameters))
-        update = {name: combined[name] for name in step.parameters}  # without tied copies
-        for name, array in centre.items():
-            update[name] += array
-        self.update = update
-        # R Rᵀ y = ρ − R c − λ y, so that R φ needs no product.
-        image = rho - damping * y
-        slope, curvature = float(rho @ image), float(image @ image)
-        if step.l2:
-            slope += step.l2 * dot(step.parameters, update)
-            curvature += step.l2 * dot(update, update)
-        values = {
-            name: (value - step.rate * update[name]).astype(value.dtype, copy=False)
-            for name, value in step.parameters.items()
-        }
-        return _Trial(values, -step.rate * slope + 0.5 * step.rate * step.rate * curvature)
-
-    def _centre(self, damping: float, momentum: float) -> dict[str, Array]:
-        """Return c, to which the damping pulls the update; nothing for zero."""
-        step, previous = self._step, self._step.slots["momentum"]
-        moves = momentum > 0 and any(bool(array.any()) for array in previous.values())
-        part = step.l2 / damping
-        centre: dict[str, Array] = {}
-        for name, value in step.parameters.items() if moves or step.l2 else ():
-            array = part * value
-            if moves:
-                array += (1 - part) * momentum * previous[name]
-            centre[name] = array.astype(value.dtype, copy=False)
-        return centre
-
-    def _solve(self, right: NDArray[np.float64], damping: float) -> NDArray[np.float64] | None:
+        step, rho, space = self._step, self._rho, self._space
         damped = self._products.copy(order="F")
         damped[np.diag_indices(len(damped))] += damping
         root, failed = lapack.dpotrf(damped, lower=1, overwrite_a=1, clean=0)
         if failed:
             return None
-        solution, _ = lapack.dpotrs(root, right, lower=1)
-        return np.asarray(solution)
+        centre = self._centre(damping, momentum)
+        of_centre = 0.0 if centre is None else self._image(centre)
+        solve = self._directly if self._whole else self._iteratively
+        solution = solve(rho - of_centre, root, damping)
+        image = of_centre + solution.image
+        phi = solution.vector if centre is None else centre + solution.vector
+        named = space.named(phi)
+        self.update = update = {name: named[name] for name in step.parameters}  # no tied copies
+        slope, curvature = -float(rho @ image), float(image @ image)
+        if step.l2:
+            slope -= step.l2 * dot(step.parameters, update)
+            curvature += step.l2 * dot(update, update)
+        values = {
+            name: (value - step.rate * update[name]).astype(value.dtype, copy=False)
+            for name, value in step.parameters.items()
+        }
+        predicted = step.rate * slope + 0.5 * step.rate * step.rate * curvature
+        return _Trial(values, predicted, solution.iterations)
+
+    def _centre(self, damping: float, momentum: float) -> NDArray[np.float64] | None:
+        """Return c, to which the damping pulls the update; None for zero."""
+        step, previous, centre = self._step, self._step.slots["momentum"], None
+        part = step.l2 / damping
+        if momentum > 0 and any(bool(array.any()) for array in previous.values()):
+            centre = (1 - part) * momentum * self._space.flat(previous)
+        if step.l2:
+            pull = part * self._space.flat(step.parameters)
+            centre = pull if centre is None else centre + pull
+        return centre
+
+    def _directly(
+        self, right: NDArray[np.float64], root: NDArray[np.float64], damping: float
+    ) -> _Solution:
+        y, _ = lapack.dpotrs(root, right, lower=1)
+        # R Rᵀ y = ρ − λ y, so that R φ needs no product.
+        return _Solution(self._rows.combine(y), right - damping * y, 0)
+
+    def _iteratively(
+        self, right: NDArray[np.float64], root: NDArray[np.float64], damping: float
+    ) -> _Solution:
+        """Return the result of conjugate gradients, preconditioned by the sample of rows.
+
+        Source: Björck 1996, "Numerical Methods for Least Squares Problems", algorithm 7.4.1
+        (PCGLS).
+        """
+        residual, vector, total = right, np.zeros(self._rows.size), 0.0
+        direction, last, iteration = np.zeros_like(vector), inf, 0
+        while iteration < _ITERATIONS:
+            gradient = self._combine(residual) - damping * vector
+            solved, _ = lapack.dpotrs(root, self._rows.image(gradient), lower=1)
+            preconditioned = (gradient - self._rows.combine(solved)) / damping
+            slope = float(gradient @ preconditioned)
+            direction = preconditioned + (slope / last) * direction
+            image = self._image(direction)
+            curvature = float(image @ image) + damping * float(direction @ direction)
+            if not (slope > 0 and curvature > 0):  # nothing is left but rounding
+                break
+            length, last = slope / curvature, slope
+            vector = vector + length * direction
+            residual = residual - length * image
+            iteration, total = iteration + 1, total + length * slope
+            if length * slope < _LITTLE * total:
+                break
+        return _Solution(vector, right - residual, iteration)
+
+    def _image(self, flat: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Return ``R v``."""
+        return self._rows.image(flat) if self._whole else self._space.image(self._space.named(flat))
+
+    def _combine(self, u: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Return ``Rᵀ u``."""
+        return self._space.flat(self._space.combine(u, tuple(self._step.parameters)))
 
 
 class GaussNewton(Optimizer):
-    """Natural gradient with the whole Fisher matrix of the batch, for fewer rows than parameters.
+    """Natural gradient with the whole Fisher matrix of the batch, without blocks.
 
     With R the rows of the Fisher matrix ``F = RᵀR``, one for each number that the losses predict,
     and ρ the residuals, ``g = Rᵀρ``::
@@ -213,10 +272,12 @@ class GaussNewton(Optimizer):
         φ ← argmin ½‖R φ − ρ‖² + ½ λ‖φ − μ φ‖²,    θ ← θ − η φ
 
     where φ on the right is the previous update. For ``μ = 0`` this is the damped Gauss–Newton step
-    ``(F + λ)⁻¹ g``. One Cholesky decomposition of ``R Rᵀ + λI``, ``(rows, rows)``, solves it. A
-    step takes the time of ``rows² · parameters / 2`` multiplications at most, and the memory of
-    ``rows · (2 rows + parameters)`` numbers in float64, which ``memory`` announces and each step
-    checks: it suits some hundred or thousand rows, such as the points of an equation.
+    ``(F + λ)⁻¹ g``. At most 256 rows are solved by one Cholesky decomposition of ``R Rᵀ + λI``. For
+    more rows, conjugate gradients solve to about two percent of the decrease, with two to four
+    products with R in most steps: they are preconditioned by the matrix of 256 rows, which has
+    nearly the same large eigenvalues. A step takes the time of 32,000 · parameters
+    multiplications and of some passes over the batch, and the memory of ``512 · parameters``
+    numbers in float64, which ``memory`` announces and each step checks.
 
     λ follows the reduction ratio. A step that would raise the loss of the batch is tried again
     with more damping, up to eight times, before the parameters move.

@@ -88,7 +88,8 @@ class Rule(NamedTuple):
 
     update: Update  # computes the new parameters
     momentum: Rate | None  # momentum; None if the update solves it
-    rate: float | None  # factor of the update; None for the learning rate of the optimizer
+    # Factor of the update, without a schedule; None for the learning rate of the optimizer.
+    rate: float | None
     damping: float  # λ of the first step, or ε of a ``RelativeDamping`` if ``relative``
     relative: bool  # whether the damping is relative
     adaptation: DampingAdaptation | None  # how the damping changes; None if it is constant
@@ -126,9 +127,10 @@ class KfacOptimizer(Optimizer):
 
     Where all losses are squared errors and every step has the same examples and targets, as for a
     function or an equation, ``"auto"`` fits them exactly from the eleventh step on: an exact step
-    is that of ``GaussNewton`` if the losses predict at most 2,000 numbers and no more than there
-    are parameters, in one process. Else it is that of ``"quadratic"`` with ``momentum=
-    "quadratic"``, curvature of the whole batch and a damping that starts at 1 and is adapted,
+    is that of ``GaussNewton`` in one process, if the model has as many parameters as rows are read
+    and the losses predict at most eight numbers of an example. Else, and where a sample of rows
+    says too little of all rows, it is that of ``"quadratic"`` with ``momentum="quadratic"``,
+    curvature of the whole batch and a damping that starts at 1 and is adapted,
     ``DampingAdaptation(2, 0.9)``. The first 30 or 60 of these steps
     leave a fifth of the examples out (``RepeatedBatch``). If their loss rises by a twentieth of the
     fall of the loss so far, the minimum fits noise, and the steps are as before. Other examples end
@@ -294,8 +296,7 @@ class KfacOptimizer(Optimizer):
             scale *= _signal(size, decay)
             for name, strength in self._shrinkage.strengths(evidence).items():
                 add_multiple(gradients[name], strength, values[name])
-        rate = self._learning_rate if rule.rate is None else rule.rate
-        rate = scale * evaluated_rate(rate, self.steps)
+        rate = self._rate(scale)
         for name, gradient in gradients.items() if self._l2 else ():
             add_multiple(gradient, self._l2, values[name])
         penalty = self._penalty()
@@ -331,7 +332,9 @@ class KfacOptimizer(Optimizer):
                 due, step.batch, clock, whole=rule.whole or bool(rare), by_example=rule.whole
             )
         move = rule.update(step)
-        self._next_basis = basis._replace(following=move.following)
+        self._next_basis = basis._replace(
+            following=move.following, repeated=basis.repeated.solved(move.iterations)
+        )
         report = StepReport(
             loss + penalty,
             float(rate) if move.rate is None else move.rate,
@@ -343,6 +346,13 @@ class KfacOptimizer(Optimizer):
             seconds=clock.seconds,
         )
         return Proposal(move.values, step.new_slots, report)
+
+    def _rate(self, scale: float) -> float:
+        """Return the learning rate of a step."""
+        if self._rule.rate is None:
+            return scale * evaluated_rate(self._learning_rate, self.steps)
+        # A schedule suppresses noise, which exact steps do not have.
+        return self._restraint * self._rule.rate if scale else 0.0
 
     def _differentiated(
         self, batch: Sequence[Batch], clock: StageClock, features: FeaturePowers

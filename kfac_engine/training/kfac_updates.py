@@ -49,6 +49,7 @@ class Move(NamedTuple):
     ratio: float | None = None  # reduction ratio, if the update has compared losses
     damping: float | None = None  # λ of the step, if the update has chosen it
     following: float | None = None  # λ of the next step, if the update has chosen it
+    iterations: int = 0  # number of iterations of conjugate gradients
 
 
 class Update(Protocol):

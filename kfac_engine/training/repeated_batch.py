@@ -23,6 +23,9 @@ _REPEATED = 10
 # Exact steps of a trial by the number of the rule. Those in the sample space, the first of the
 # rules, need fewer steps until they fit noise.
 _TRIAL = (30, 60)
+# Exact steps in the sample space whose iterations are counted, and their mean above which the rows
+# of a sample are no good substitute for all rows.
+_COUNTED, _MOST_ITERATIONS = 4, 7.5
 # Largest rise of the loss of the examples that are left out, relative to the fall of the loss since
 # the first step with the batch.
 _RISE = 0.05
@@ -45,6 +48,8 @@ class RepeatedBatch:
     refused: float = 0.0  # 1 if their loss has risen by too much, else 0
     # Number of the exact rule that suits the batch; negative before it is chosen.
     rule: float = -1.0
+    counted: float = 0.0  # number of exact steps in the sample space, up to four
+    iterations: float = 0.0  # their iterations
 
     def after(self, mark: float, loss: float) -> Self:
         """Return the state for a step, from the ``mark`` and the loss of its batch."""
@@ -55,6 +60,17 @@ class RepeatedBatch:
     def following(self, rule: int) -> Self:
         """Return this state, with the exact rule of this number for the steps that follow."""
         return replace(self, rule=float(rule))
+
+    def solved(self, iterations: int) -> Self:
+        """Return the state after a step, from the iterations of one in the sample space.
+
+        The second of the exact rules takes its place if the first steps needed many iterations.
+        """
+        if not self.exact or self.rule != 0 or self.counted >= _COUNTED:
+            return self
+        counted, total = self.counted + 1, self.iterations + iterations
+        slow = counted == _COUNTED and total > _COUNTED * _MOST_ITERATIONS
+        return replace(self, counted=counted, iterations=total, rule=1.0 if slow else self.rule)
 
     @property
     def exact(self) -> bool:

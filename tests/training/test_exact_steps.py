@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import kfac_engine as ke
+from kfac_engine.training import kfac
 from tests.distributed import threads
 from tests.models import parsed
 
@@ -205,13 +206,15 @@ def coupled():
     return parsed(text, weights | {"axes": np.array([0])})
 
 
-# A network for one input and one output, the number of examples, and whether exact steps are those
-# of the sample space: for fewer predictions than parameters, of examples that can be separated.
+# A network, the number of examples, and whether exact steps are those of the sample space: for no
+# fewer parameters than rows that are read, at most 256, and eight of an example at most.
 FEW = {
     "fewer than parameters": (lambda: network([1, 16, 1]), 40, True),
     "as many as parameters": (lambda: network([1, 16, 1]), 49, True),
     "more than parameters": (lambda: network([1, 16, 1]), 50, False),
-    "more than pay": (lambda: network([1, 900, 1]), 2001, False),
+    "many predictions": (lambda: network([1, 100, 1]), 2001, True),
+    "eight outputs": (lambda: network([1, 30, 8]), 20, True),
+    "nine outputs": (lambda: network([1, 30, 9]), 20, False),
     "examples that depend on each other": (coupled, 20, False),
 }
 
@@ -221,10 +224,31 @@ def test_few_predictions_are_fitted_by_the_whole_fisher_matrix(name):
     make, n, few = FEW[name]
     x = np.linspace(-1, 1, n)[:, None]
     optimizer = optimizer_of(make())
-    reports = [optimizer.step({"x": x}, np.sin(3 * x)) for _ in range(BEFORE + 2)]
+    y = np.sin(3 * x) * np.ones(optimizer.engine.predict(x[:1]).shape)
+    reports = [optimizer.step({"x": x}, y) for _ in range(BEFORE + 2)]
     assert is_exact(reports[-1])
     # Its momentum is a constant; the quadratic model solves for the momentum.
     assert (reports[-1].momentum in (0.0, 0.5)) == few
+
+
+@pytest.mark.parametrize(("frequency", "slow"), [(1, False), (60, True)])
+def test_a_sample_of_rows_that_says_little_of_all_ends_steps_in_the_sample_space(
+    frequency, slow, monkeypatch
+):
+    """Sines of high frequencies have a row of their own for each example."""
+    monkeypatch.setattr(kfac, "divided", lambda *_: None)  # no trial
+    rng = np.random.default_rng(3)
+    weights = {
+        "V": frequency * rng.standard_normal((2, 500)),
+        "W": 30 * rng.standard_normal((500, 1)),
+    }
+    text = "n (double[n,2] x) => (double[n,1] y) { m = MatMul (x, V) h = Sin (m) y = MatMul (h, W)}"
+    optimizer = optimizer_of(parsed(text, weights))
+    x = rng.uniform(-1, 1, (900, 2))
+    y = np.sin(40 * x[:, :1] * x[:, 1:])
+    reports = [optimizer.step({"x": x}, y) for _ in range(BEFORE + 6)]
+    in_sample_space = [r.learning_rate == 1 for r in reports[BEFORE:]]
+    assert in_sample_space == [True] * 4 + [not slow] * 2
 
 
 @pytest.mark.parametrize(("width", "trial"), [(16, 30), (8, 60)])
@@ -314,4 +338,15 @@ def test_a_batch_that_overflows_changes_nothing(steps):
     assert left.step({"x": np.full_like(x, np.inf)}, y).skipped
     for _ in range(3):
         assert left.step({"x": x}, y).loss == right.step({"x": x}, y).loss
+    np.testing.assert_array_equal(left.engine.parameters["w"], right.engine.parameters["w"])
+
+
+def test_a_schedule_does_not_shorten_exact_steps():
+    x, y = linear_data(200, 6, noise=1.0)
+    left, right = optimizer_of(linear(6)), optimizer_of(linear(6))
+    for step in range(BEFORE + 5):
+        left.step({"x": x}, y)
+        right.step({"x": x}, y, 1.0 if step < BEFORE else 0.1)
+    np.testing.assert_array_equal(left.engine.parameters["w"], right.engine.parameters["w"])
+    assert right.step({"x": x}, y, 0.0).learning_rate == 0
     np.testing.assert_array_equal(left.engine.parameters["w"], right.engine.parameters["w"])

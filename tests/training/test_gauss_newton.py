@@ -3,6 +3,7 @@
 from itertools import pairwise
 
 import numpy as np
+import onnx
 import pytest
 
 import kfac_engine as ke
@@ -157,16 +158,50 @@ def test_several_losses_are_added_with_their_weights():
     np.testing.assert_allclose(flat(engine.parameters, names), expected, atol=CLOSE["float64"])
 
 
-@pytest.mark.parametrize("precise", [True, False])
 @pytest.mark.parametrize("outputs", [1, 2])
-def test_products_of_many_rows_are_computed_in_blocks(outputs, precise):
+def test_rows_of_a_sample_are_rows_of_all_with_their_share(outputs):
     x, y = linear_data(1100 // outputs, 6, noise=1.0, outputs=outputs)
     engine = ke.Engine.from_onnx(linear(6, outputs), loss="normal", threads=1)
     space = engine.sample_space([({"x": x[:300]}, y[:300]), ({"x": x[300:]}, y[300:])])
-    K = np.tril(space.gram(precise=precise))
     # Rows of different outputs have no parameter in common.
-    expected = 2 / len(x) * np.kron(x @ x.T, np.eye(outputs))
-    np.testing.assert_allclose(K, np.tril(expected), atol=1e-14)
+    every = np.sqrt(2 / len(x)) * np.kron(x, np.eye(outputs))
+    for most in (space.rows, 100):
+        rows = space.sampled(0, most)
+        assert most <= len(rows.numbers) <= most + 2 * outputs
+        expected = rows.scales[:, None] * every[rows.numbers]
+        np.testing.assert_allclose(rows.gram(), expected @ expected.T, atol=1e-14)
+        v, u = np.arange(6.0 * outputs), np.sin(np.arange(len(rows.numbers)))
+        np.testing.assert_allclose(rows.image(v), expected @ v, atol=1e-13)
+        np.testing.assert_allclose(rows.combine(u), expected.T @ u, atol=1e-13)
+    # Each part of the batch has rows in proportion to its examples.
+    share = (rows.numbers < 300 * outputs).mean()
+    assert share == pytest.approx(300 * outputs / space.rows, abs=0.02)
+    assert (rows.scales**2).sum() == pytest.approx(space.rows)
+
+
+def test_steps_with_a_sample_of_rows_reach_the_step_with_all(tmp_path):
+    x, y = wave(700)
+    optimizer = optimizer_of(network([1, 12, 12, 1]), damping=1e-3, momentum=0.5)
+    names = [*optimizer.engine.parameters]
+    last = np.zeros(len(flat(optimizer.engine.parameters, names)))
+    for _ in range(3):
+        before = flat(optimizer.engine.parameters, names)
+        optimizer.engine.export(tmp_path / "model.onnx")
+        model = onnx.load(tmp_path / "model.onnx")
+        rows = oracle.jacobian(model, {"x": x}, "y", names).reshape(len(x), -1)
+        residual = (oracle.evaluate(model, {"x": x}, "y")[0] - y).ravel()
+        F, g = 2 / len(x) * rows.T @ rows, 2 / len(x) * rows.T @ residual
+        report = optimizer.step({"x": x}, y)
+        damping, centre = report.damping, report.momentum * last
+        last = before - flat(optimizer.engine.parameters, names)
+
+        def damped(update, F=F, g=g, damping=damping, centre=centre):
+            off = update - centre
+            return 0.5 * update @ F @ update - g @ update + 0.5 * damping * off @ off
+
+        best = damped(np.linalg.solve(F + damping * np.eye(len(g)), g + damping * centre))
+        # The iterations end where one adds less than a fiftieth to the decrease.
+        assert damped(last) - best < 0.05 * (damped(centre) - best)
 
 
 def wave(n=60):
@@ -307,9 +342,9 @@ def test_memory_has_the_rows_and_their_products():
     model = network([2, 30, 3])
     newton, kfac = optimizer_of(model), ke.KfacOptimizer(optimizer_of(model).engine)
     more = newton.memory(50, 4).scratch - newton.engine.memory(50, 4, statistics=0.0).scratch
-    rows, parameters = 50 * 4 * 3, 2 * 30 + 30 + 30 * 3 + 3
+    rows, parameters = 256, 2 * 30 + 30 + 30 * 3 + 3  # of 600 numbers that are predicted
     assert more >= 8 * rows * (2 * rows + parameters)
-    assert more < 2 * 8 * rows * (2 * rows + parameters)
+    assert more < 3 * 8 * rows * (2 * rows + parameters)
     assert kfac.memory(50, 4).scratch < newton.memory(50, 4).scratch
 
 
@@ -320,4 +355,4 @@ def test_rows_that_do_not_fit_into_the_memory_are_refused(monkeypatch):
     optimizer.engine.gradients({"x": x}, y)
     monkeypatch.setattr(memory_limits, "available_memory", lambda: 1 << 20)
     with pytest.raises(ke.MemoryLimitError, match=r"400 predictions .* smaller batch"):
-        optimizer.engine.sample_space([({"x": x}, y)]).gram()
+        optimizer.engine.sample_space([({"x": x}, y)]).sampled(0)
