@@ -74,7 +74,7 @@ _SCALES = RELAYS | {"Mul", "Div"}
 
 # Largest number of Newton–Schulz iterations of a matrix.
 _ITERATIONS = 5
-# A matrix with a smaller side keeps its natural gradient.
+# A matrix with a smaller side keeps its natural gradient, unless it belongs to an adapter.
 _SMALLEST_SIDE = 16
 # Statistics of few features have rows enough, unless the rows are positions of few examples: below
 # this side, each iteration needs so many rows of the batch.
@@ -128,9 +128,9 @@ class AdaptiveLengthUpdate:
     iterations is the number of rows of the batch, divided by twice the smaller side of the matrix,
     up to five, so that they take at most a third of the products of its gradient; if that side is
     below 64, the rows are divided by 512. A matrix of few rows, or with a side below 16, keeps its
-    natural gradient. Where p is no direction of descent for the averaged gradient, the natural
-    gradient takes its place. The natural gradient is a direction of descent, because biases do not
-    enter it.
+    natural gradient; the matrices of an adapter of such a rank do not. Where p is no direction of
+    descent for the averaged gradient, the natural gradient takes its place. The natural gradient is
+    a direction of descent, because biases do not enter it.
 
     If a batch has few rows, the products with the inverses of wide factors take longer than the
     products of the gradient. A matrix with fewer rows in the batch than the sum of the sides of its
@@ -139,9 +139,10 @@ class AdaptiveLengthUpdate:
 
     The Frobenius norm of an update is ``k L √outputs``: with ``k = 1``, each output of a layer
     changes by the same amount whatever their number, as with Muon. The second matrix of a product
-    of low rank, as in an adapter, has ``k L √rank``: all of its few singular values count, as all
-    rows that it multiplies are alike, and its entries change as much as those of the first matrix
-    and of a full one. The multiple ``k`` of a matrix
+    of low rank, as in an adapter, has the geometric mean of this length and of ``k L √rank``, with
+    which its entries change as much as those of the first matrix. With the former, its few singular
+    values, which all count, are too long; with the latter, the product, which begins at zero, grows
+    more slowly than it could. The multiple ``k`` of a matrix
     follows from the agreement ``c = ⟨g, p⟩ / ⟨g', p⟩`` of the gradient g with the last direction
     p, where g' is the gradient of the step of p::
 
@@ -157,7 +158,7 @@ class AdaptiveLengthUpdate:
     of equal ones, the largest singular value s of the update would be many times theirs, ``k L
     √(outputs / side)`` for the smaller side. Each example moves a matrix by two of these values at
     most: a batch of N examples has updates of the length ``k L √outputs min(1, √(2 N / side) |p| /
-    s)``, for matrices with a side of 16 or more. Two power iterations yield s.
+    s)``, for the matrices whose singular values may become equal. Two power iterations yield s.
 
     The matrices of a deep network may each be short enough, and all together far too long. Where
     the loss rises along the last updates by more than itself, and by more than three times the fall
@@ -181,9 +182,10 @@ class AdaptiveLengthUpdate:
     precondition: Callable[[Vector], dict[str, Array]]
     units: Units  # the division of the parameters; its weights are the matrices
     together: "Together"  # the parameters and units that are updated in one call
-    # √outputs of the matrices of each weight, or √rank: see ``low_ranks``.
+    # √outputs of the matrices of each weight, or √√(rank outputs): see ``adapters``.
     roots: Mapping[str, float]
     sides: Mapping[str, int]  # smaller side of the matrices of each weight
+    equal: Collection[str]  # the weights whose singular values may become equal
     widths: Mapping[str, float]  # sum of the sides of the factors of each weight
     blocks: Mapping[str, FisherBlock]  # the block of the layer of each weight
     # Number of each weight and of each parameter with weights. Parameters have equal numbers if a
@@ -337,13 +339,14 @@ class AdaptiveLengthUpdate:
         """Return the least ``|p|²`` for the step size of each weight, which bounds its update.
 
         It is ``s² side / (2 N)`` for a matrix with the largest singular value s. Weights whose
-        smaller side is at most 2 N, or below 16, have no entry. The numbers are on the host.
+        smaller side is at most 2 N, or which keep their natural gradients, have no entry. The
+        numbers are on the host.
         """
         least: dict[str, Any] = {}
         for name, direction in natural.items():
             side: Any = self.sides[name]
             excess = side / (_OF_EXAMPLE * step.examples)
-            if side >= _SMALLEST_SIDE and (is_recorded(excess) or excess > 1):
+            if name in self.equal and (is_recorded(excess) or excess > 1):
                 matrices = self.units.weights[name].matrices(direction, copy=False)
                 squares = excess * largest_singular_values(matrices, self.matmul) ** 2
                 least[name] = squares.reshape(step.slots["slope"][name].shape)
@@ -450,8 +453,8 @@ class AdaptiveLengthUpdate:
             examples: Number of examples of the batch.
         """
         weights, directions = self.units.weights, dict(natural)
-        large = (name for name in natural if self.sides[name] >= _SMALLEST_SIDE)
-        numbers = {name: self._iterations(name, examples) for name in large}
+        chosen = (name for name in natural if name in self.equal)
+        numbers = {name: self._iterations(name, examples) for name in chosen}
         iterations = {name: n for name, n in numbers.items() if not isinstance(n, int) or n}
         directions |= self._at_once(natural, ahead, iterations)
         if not iterations:
@@ -667,8 +670,11 @@ def adaptive_lengths(
     units = Units(engine, tuple(parameters), lambda piece: piece.kind not in _BY_ADAM)
     values = units.split(parameters)
     roots = root_outputs(units, values)
-    roots |= {name: sqrt(rank) for name, rank in low_ranks(engine, units, values).items()}
     sides = {n: min(w.matrices(values[n]).shape[1:]) for n, w in units.weights.items()}
+    second_to_first = adapters(engine, units, values)
+    roots |= {name: sqrt(roots[name] * sqrt(sides[name])) for name in second_to_first}
+    equal = {name for name, side in sides.items() if side >= _SMALLEST_SIDE}
+    equal |= {*second_to_first, *second_to_first.values()}
     of_layers = {uses(p)[0]: block for p, block in engine.collection.fisher_blocks.items()}
     blocks = {name: of_layers[weight.weight] for name, weight in units.weights.items()}
     widths = {
@@ -691,6 +697,7 @@ def adaptive_lengths(
         together,
         roots,
         sides,
+        equal,
         widths,
         blocks,
         numbers,
@@ -745,8 +752,8 @@ def _groups(engine: Engine, units: Units) -> dict[str, int]:
     return {name: numbers[find(owner)] for name, owner in owners_of.items()}
 
 
-def low_ranks(engine: Engine, units: Units, values: Vector) -> dict[str, int]:
-    """Return the ranks of products of two matrices, by the weight of the second one.
+def adapters(engine: Engine, units: Units, values: Vector) -> dict[str, str]:
+    """Return the first weights of products of two matrices of low rank, by the second ones.
 
     The matrices of such a product, as in an adapter, have at least four times the rank as their
     other sides, and nothing but a constant factor is between them.
@@ -765,7 +772,7 @@ def low_ranks(engine: Engine, units: Units, values: Vector) -> dict[str, int]:
         if name in sides and len(layer.parameters) == 1
     }
     weight_of = {output: name for name, layer in weights.items() for output in uses(layer.outputs)}
-    ranks = {}
+    first = {}
     for name, layer in weights.items():
         value = uses(layer.inputs)[0]
         while value not in weight_of and value in graph.producers:
@@ -776,8 +783,8 @@ def low_ranks(engine: Engine, units: Units, values: Vector) -> dict[str, int]:
             value = rest[0]
         (rank, outputs), before = sides[name], sides.get(weight_of.get(value, ""), (0, 0))
         if before[1] == rank and 4 * rank <= min(before[0], outputs):
-            ranks[name] = rank
-    return ranks
+            first[name] = weight_of[value]
+    return first
 
 
 def root_outputs(units: Units, values: Vector) -> dict[str, float]:
