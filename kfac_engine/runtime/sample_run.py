@@ -152,10 +152,12 @@ def _last_readers(nodes: Sequence[Node]) -> dict[str, int]:
 # first axis is usually the batch, and a batch of two differs from axes of size one. Other axes must
 # be long enough for pooling and short enough for position tables. A batch of one is last, because
 # some exporters write it into the targets of Reshape.
-_TRIED_SIZES = ((2, 8), (2, 32), (2, 224), (1, 8), (1, 32), (1, 224))
+_TRIED_SIZES = ((2, 8), (2, 32), (2, 64), (2, 224), (1, 8), (1, 32), (1, 224))
 # Values of a run that are kept for the next reader of the same values.
 _KEPT_BYTES = 16 << 20
 _POOLS = frozenset({"AveragePool", "LpPool", "MaxPool"})
+# Means and maxima over whole images, with the least number of axes of the images.
+_OF_IMAGES = {"GlobalAveragePool": 3, "GlobalLpPool": 3, "GlobalMaxPool": 3, "ReduceMean": 4}
 _MOST_ENTRIES = 2**31  # largest number of entries of a generated input
 
 
@@ -370,8 +372,16 @@ def _sample_feeds(graph: Graph, inputs: Mapping[str, Array] | None) -> Iterator[
 
 
 def _pools_fit(graph: Graph, facts: Mapping[str, Fact]) -> bool:
-    """Return whether all pooling windows fit their images, which ONNX Runtime does not check."""
+    """Return whether all pooling windows fit their images, and images have several entries.
+
+    ONNX Runtime does not check the windows. An image of one entry would hide along which axes the
+    mean of an image is broadcast.
+    """
     for node in graph.nodes:
+        if node.op in _OF_IMAGES and not node.domain:
+            shape, mean = (facts[name].shape for name in (node.inputs[0], node.outputs[0]))
+            if len(shape) >= _OF_IMAGES[node.op] and shape == mean:
+                return False
         if node.op in _POOLS:
             image = facts[node.inputs[0]].shape[2:]
             window = integers(node, "kernel_shape", image)

@@ -141,6 +141,26 @@ def test_window_larger_than_image_raises_error(op, kernel, stride):
     assert found["w"].any()
 
 
+@pytest.mark.parametrize("mean", ["GlobalAveragePool (a)", "ReduceMean (a, axes)"])
+def test_generated_images_are_not_pooled_to_one_pixel_before_their_mean(mean):
+    """A gate multiplies all pixels, which an image of one pixel does not tell."""
+    model = models.written(
+        "batch,2,rows,columns -> batch,2,h,v",
+        "w(2,2,3,3) gate(2,2,1,1) axes=2,3",
+        "a = Conv<strides=[8, 8], pads=[1, 1, 1, 1]> (input, w) "
+        f"m = {mean} g = Conv (m, gate) output = Mul (a, g)",
+    )
+    engine = ke.Engine.from_onnx(model, loss="normal")
+    x = np.random.default_rng(0).standard_normal((3, 2, 24, 16)).astype("float32")
+    t, before = np.ones((3, 2, 3, 2), "float32"), engine.parameters["gate"].copy()
+    slope = engine.gradients({"input": x}, t).gradients["gate"].sum()
+    ends = []
+    for step in (-0.5, 0.5):  # the loss is quadratic
+        engine.set_parameters({"gate": before + np.float32(step)})
+        ends.append(engine.gradients({"input": x}, t).loss)
+    assert slope == pytest.approx(ends[1] - ends[0], rel=1e-4)
+
+
 def test_generated_axes_of_one_symbol_have_one_size():
     """Time comes first in one input and the batch in the other, as with lengths of sequences."""
     graph = parser.parse_graph(

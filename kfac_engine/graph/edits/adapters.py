@@ -86,6 +86,7 @@ def add_adapters(
             f"it with onnx.version_converter."
         )
     known = [p for p in products(edited) if not (p.rounds or _is_marked(p))]
+    known = [product for product in known if product.form != "transposed conv"]
     chosen = _chosen(edited, known, layers, rank)
     writer = _Writer(
         edited, rank, alpha / rank, np.random.default_rng(seed), frozenset(edited.constants)
@@ -312,7 +313,7 @@ def merge_adapters(model: ModelSource, *, path: str | Path | None = None) -> Mod
         UnsupportedError: An adapter belongs to a quantized weight.
     """
     edited = EditedModel(model)
-    known = list(products(edited))
+    known = [product for product in products(edited) if product.form != "transposed conv"]
     adapters = list(_adapters(edited, known))
     if not adapters:
         raise ModelError(

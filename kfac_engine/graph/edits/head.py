@@ -77,7 +77,7 @@ def replace_head(
     """Return a model whose last dense layer has new weights, for other classes or numbers.
 
     The head is the last product with a stored weight before an output: ``Gemm``, ``MatMul``,
-    ``Conv``, ``MatMulNBits``, or a product with integers. Its new weights are the
+    ``Conv``, ``ConvTranspose``, ``MatMulNBits``, or a product with integers. Its weights are the
     initializers ``head.weight`` and, if the old head has a bias, ``head.bias``, in floating point.
     Other weights are unchanged: that of a tied head remains the weight of the embedding. Weights
     that nothing reads any more are removed.
@@ -139,7 +139,7 @@ def _count(classes: int | None, outputs: int | None) -> int:
 
 
 def _may_be_head(product: Product) -> bool:
-    return product.form == "conv" or (product.form == "dense" and len(product.weight.shape) == 2)
+    return product.is_image or (product.form == "dense" and len(product.weight.shape) == 2)
 
 
 def _named(edited: EditedModel, known: Sequence[Product], at: str) -> Product:
@@ -220,7 +220,9 @@ def _renewed(
             f"{head.description} adds the computed value '{head.node.input[2]}', which has the "
             f"size of the old head; name another head with at=…."
         )
-    shape = (count, *head.weight.shape[1:]) if head.form == "conv" else (inputs, count)
+    shape = (inputs, count, *head.weight.shape[2:])
+    if head.form == "conv":
+        shape = (count, *head.weight.shape[1:])
     bound = inputs**-0.5
     array = rng.uniform(-bound, bound, shape).astype(head.weight.dtype)
     if head.is_plain:
@@ -233,7 +235,7 @@ def _renewed(
         weight = edited.own_constant("head.weight", head.node, array)
         last = _as_matmul(edited, head, weight)
     if head.bias:
-        is_image = head.form == "conv" and last is not head.node
+        is_image = head.is_image and last is not head.node
         ones = (1,) * (len(shape) - 2) if is_image else ()
         zeros = np.zeros((count, *ones), head.weight.dtype)
         place = head.bias_place if last is head.last else 1

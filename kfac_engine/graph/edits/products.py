@@ -29,8 +29,9 @@ ACTIVATIONS: Mapping[str, tuple[str, ...]] = {
     "Tanh": (),
 }
 
-# What a product does with a weight: it multiplies rows of features, images, or selects rows by id.
-Form = Literal["dense", "conv", "rows"]
+# What a product does with a weight: it multiplies rows of features, images, images whose result is
+# larger, or selects rows by id.
+Form = Literal["dense", "conv", "transposed conv", "rows"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +84,14 @@ class Product:
         shape = self.weight.shape
         if self.form == "conv":
             return int(np.prod(shape[1:])), shape[0]
+        if self.form == "transposed conv":
+            return shape[0], shape[1]
         return shape[-2], shape[-1]
+
+    @property
+    def is_image(self) -> bool:
+        """Whether the data are images, with the channels on the second axis."""
+        return self.form in ("conv", "transposed conv")
 
     @property
     def description(self) -> str:
@@ -178,7 +186,8 @@ def _conv(model: EditedModel, node: onnx.NodeProto) -> Product | None:
         return None
     if attribute(node, "group", 1) != 1:
         return None
-    product = Product("conv", node, node.input[0], weight, 1, node)
+    form: Form = "conv" if operator(node) != "ConvTranspose" else "transposed conv"
+    product = Product(form, node, node.input[0], weight, 1, node)
     if not operand(node, 2):
         return _with_bias(model, product)
     return replace(product, bias=node.input[2], bias_place=2)
@@ -252,7 +261,7 @@ def _with_bias(model: EditedModel, product: Product) -> Product:
     outputs = product.sides[1]
     if bias is None or (product.weight.shape[:-2] and product.form == "dense"):
         return product
-    axis = len(bias.shape) - (len(product.weight.shape) - 1 if product.form == "conv" else 1)
+    axis = len(bias.shape) - (len(product.weight.shape) - 1 if product.is_image else 1)
     sizes = [size for index, size in enumerate(bias.shape) if index != axis]
     fits = axis >= 0 and bias.shape[axis] == outputs and all(size == 1 for size in sizes)
     if not fits:
@@ -267,6 +276,7 @@ _READERS: Mapping[str, Callable[[EditedModel, onnx.NodeProto], Product | None]] 
     "com.microsoft::FusedMatMul": _matmul,
     "com.microsoft::TransposeMatMul": _matmul,
     "Conv": _conv,
+    "ConvTranspose": _conv,
     "com.microsoft::FusedConv": _conv,
     "Gather": _gather,
     "com.microsoft::MatMulNBits": _matmul_n_bits,

@@ -107,6 +107,11 @@ ROWS = {
         {"w": (OLD, D, 1, 1), "b": (OLD, 1, 1)},
         whole={"to": ints(-1, D, 1, 1), "flat": ints(0, OLD)}, flipped=True,
     ),
+    "transposed convolution": Row(
+        "i = Reshape (h, to)  z = ConvTranspose (i, w, b)  p = GlobalAveragePool (z)  "
+        "y = Flatten (p)",
+        {"w": (D, OLD, 1, 1), "b": (OLD,)}, whole={"to": ints(-1, D, 1, 1)},
+    ),
     "dequantized": Row(
         "v = DequantizeLinear <axis = 1> (q, s)  z = MatMul (h, v)  y = Add (z, b)",
         {"s": (OLD,), "b": (OLD,)}, whole={"q": INTEGERS},
