@@ -272,16 +272,16 @@ class Fisher(Sealed):
             values = self.sources.of_batch(readers, batch, stats)
         else:
             values = self.sources.given(readers, batch, propagated)
-        over_ranks = self.division.over_ranks
         if self._mode.one_source:
+            over_ranks = self.division.over_ranks
             update = readers.measure(next(values), release, self._straight, over_ranks)
         else:
             if parts := readers.parts_of_bases:
                 # All sources are propagated once more before the first update of EKFAC.
-                bits = self.rng.bit_generator
+                bits, moments = self.rng.bit_generator, Measurements()
                 before: Mapping[str, Any] = bits.state
-                again = self.sources.of_batch(self._readers_of(parts), batch, {})
-                readers.prepare(again, over_ranks)
+                self.measure_part(moments, batch, parts)
+                self.set_bases(moments)
                 bits.state = before
             update = Update(readers.measure_sum(values, joined=self.divided))
         self.params_stats = [total / (self._batch_size or 1) for total in stats.values()]
@@ -319,7 +319,8 @@ class Fisher(Sealed):
 
     def set_bases(self, measured: Measurements) -> None:
         """Set the first bases of EKFAC from measurements of ``parts_of_bases``."""
-        new = without_basis(self._whole_batch.factors)
+        known = measured.keys()
+        new = [f for f in without_basis(self.factors) if known >= {*f.kronecker_factors}]
         begin_bases(new, self.division.over_ranks(measured))
 
     def joined(self, measured: Measurements, absent: frozenset[int] = frozenset()) -> Update:

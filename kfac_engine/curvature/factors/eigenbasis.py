@@ -8,7 +8,7 @@ second moment of the gradients in Frobenius norm.
 Source: George et al. 2018, arXiv:1806.03884, section 3.
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
@@ -124,7 +124,7 @@ class EigenbasisFactor(DiagonalFactor):
         return dense
 
     def prepare(self, values: Values) -> None:
-        set_bases([self], [values])
+        set_bases([self], values)
 
     def begin(self, moments: Sequence[Array]) -> None:
         """Set the basis to the eigenvectors of the moments of the first batch."""
@@ -234,27 +234,19 @@ def without_basis(factors: Iterable[FisherFactor]) -> list[EigenbasisFactor]:
 
 def set_bases(
     factors: Iterable[FisherFactor],
-    sources: Iterable[Values],
+    values: Values,
     over_ranks: OverRanks = lambda measured: measured,
-    moving: Collection[str] = (),
 ) -> None:
     """Set the bases of factors whose average has no batch yet, from the moments of the first one.
 
-    ``sources`` has the values of each source of the batch; they are not read if all factors have an
-    average. ``over_ranks`` returns means over all processes, and ``moving`` names values that
-    change from source to source. Errors are as for ``FisherFactor.check``; then no average has
-    moved.
+    ``over_ranks`` returns means over all processes. Errors are as for ``FisherFactor.check``; then
+    no average has moved.
     """
     new = without_basis(factors)
     parts = dict.fromkeys(part for factor in new for part in factor.kronecker_factors)
-    measured: dict[FisherFactor, Measurement] = {}
-    for values in sources if new else ():
-        for part in parts:
-            sizes = part.check(values)
-            if part not in measured:
-                measured[part] = part.measure(values, sizes, joined=True)
-            elif not set(part.statistic.names()).isdisjoint(moving):
-                measured[part] = part.add_source(measured[part], values)
+    measured: dict[FisherFactor, Measurement] = {
+        part: part.measure(values, part.check(values), joined=True) for part in parts
+    }
     if new:
         begin_bases(new, over_ranks(measured))
 

@@ -107,7 +107,7 @@ class Readers:
         whose: str = "",
     ) -> None:
         self.factors = tuple(factors)
-        self._backend, self._moving_names = backend, gradients.keys()
+        self._backend = backend
         self._examples, self._whose = examples, whose
         statistics = [factor.statistic for factor in self.factors]
         names = [tuple(dict.fromkeys(statistic.names())) for statistic in statistics]
@@ -139,7 +139,7 @@ class Readers:
         """
         sizes, unread = self._check(values), UnreadValues(values, self._readers, release)
         if self._bases:
-            set_bases(self._bases, [values], over_ranks)
+            set_bases(self._bases, values, over_ranks)
         later = self.factors if straight is None else [f for f in self.factors if f in straight]
         pairs = {factor: factor.to_measure(values, sizes[factor]) for factor in later}
         others = [factor for factor in self.factors if factor not in pairs]
@@ -150,7 +150,7 @@ class Readers:
         """Measure the sum over the sources of a batch; no average changes.
 
         ``sources`` have the values that the factors read. Each mapping is emptied before the next
-        one is requested. The first batch of EKFAC needs ``prepare`` before. ``joined`` is as for
+        one is requested. The bases of EKFAC are set before. ``joined`` is as for
         ``FisherFactor.measure``.
         """
         values = next(sources)
@@ -170,23 +170,9 @@ class Readers:
 
     @property
     def parts_of_bases(self) -> tuple[FisherFactor, ...]:
-        """The factors that ``prepare`` measures; none unless this is the first batch of EKFAC."""
+        """The factors whose first batch sets the bases of EKFAC; none after that batch."""
         new = without_basis(self._bases)
         return tuple(dict.fromkeys(part for factor in new for part in factor.kronecker_factors))
-
-    def prepare(self, sources: Iterator[dict[str, Array]], over_ranks: OverRanks) -> None:
-        """Set the first bases of EKFAC from the sum over the sources of a batch.
-
-        ``sources`` has the values that ``parts_of_bases`` read, for each source. Each mapping is
-        emptied before the next one is requested. Errors are as for ``set_bases``.
-        """
-
-        def emptied() -> Iterator[dict[str, Array]]:
-            for values in sources:
-                yield values
-                values.clear()
-
-        set_bases(self._bases, emptied(), over_ranks, self._moving_names)
 
     def _measured(
         self,

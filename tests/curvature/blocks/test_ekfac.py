@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 import kfac_engine as ke
+from kfac_engine.curvature.factors.eigenbasis import begin_bases
 from kfac_engine.curvature.factors.readers import Readers, Update
 from tests import models, oracle
 from tests.backend.truths import patches as truth_patches
@@ -160,7 +161,9 @@ def test_streamed_sources_add_up_in_the_basis_of_their_sum(case):
     readers = Readers(block.factors, block.factor.backend, {"ds": "s"})
     assert readers.parts_of_bases == block.factors[:2]
     sources = values, streamed
-    readers.prepare((dict(source) for source in sources), lambda measured: measured)
+    of_bases = Readers(readers.parts_of_bases, block.factor.backend, {"ds": "s"})
+    found = of_bases.measure_sum((dict(source) for source in sources), joined=True)
+    begin_bases([block.factor], found)
     sums = readers.measure_sum((dict(source) for source in sources), joined=False)
     Update(sums).commit(0.9)
     assert not readers.parts_of_bases
