@@ -53,18 +53,21 @@ class BackwardResult(NamedTuple):
     # New running statistics, if they are computed.
     buffers: Mapping[str, Array] = MappingProxyType({})
     notes: tuple[str, ...] = ()  # notes on the axes of the batch
+    each: tuple[float, ...] = ()  # the addend of each loss function in the loss
 
     def plus(self, other: "BackwardResult") -> "BackwardResult":
         """Return the sum of the losses and gradients of two parts; the arrays are reused."""
         for name, gradient in other.gradients.items():
             self.gradients[name] += gradient
-        return BackwardResult(self.loss + other.loss, self.gradients)
+        each = tuple([one + more for one, more in zip(self.each, other.each, strict=True)])
+        return BackwardResult(self.loss + other.loss, self.gradients, each=each)
 
     def times(self, factor: float) -> "BackwardResult":
         """Return the product of loss and gradients with a number; the arrays are reused."""
         for gradient in self.gradients.values():
             gradient *= factor
-        return BackwardResult(self.loss * factor, self.gradients)
+        each = tuple([loss * factor for loss in self.each])
+        return BackwardResult(self.loss * factor, self.gradients, each=each)
 
 
 def reported_loss(trace: Trace, objective: Objective, observation: Observation) -> float:
@@ -109,15 +112,16 @@ def run_backward(
         the two is the same for all losses and predictions.
     """
     ratio = None if outputs is None else objective.fisher_ratio(observation)
-    times = ratio or 1.0
-    loss, cotangents = objective.value_and_cotangents(trace, times, observation, residuals)
+    times, each = ratio or 1.0, list[float]()
+    loss, cotangents = objective.value_and_cotangents(trace, times, observation, residuals, each)
     _finite(loss)
     if outputs is None or ratio is None:
-        return BackwardResult(loss, trace.writable_vjp(cotangents, parameters))
+        gradients = trace.writable_vjp(cotangents, parameters)
+        return BackwardResult(loss, gradients, each=tuple(each))
     gradients, read = trace.vjp_pair(cotangents, parameters, outputs)
     for gradient in gradients.values():
         gradient *= 1 / ratio
-    return BackwardResult(loss, gradients, read)
+    return BackwardResult(loss, gradients, read, each=tuple(each))
 
 
 @contextmanager
@@ -299,6 +303,7 @@ class BatchPasses:
             backward.outputs,
             self._updated_buffers(trace) if update_buffers else {},
             disagreements(self._model.graph, trace),
+            backward.each,
         )
 
     def record(self, loss: float, gradients: Mapping[str, Array | Rows]) -> None:

@@ -298,7 +298,7 @@ class TrainableModel(Sealed):
             for of_part, _ in parts:
                 require_gradient(self._assembly, of_part)
             moves = check_bool("update_buffers", update_buffers)
-            loss, gradients, notes, _ = self._differentiated(parts, moves)
+            loss, gradients, notes, _, _ = self._differentiated(parts, moves)
             notes = (*self._standing_notes, *notes)
             return Result(loss, gradients, {}, notes, ties=self._model.ties)
 
@@ -307,15 +307,20 @@ class TrainableModel(Sealed):
         parts: Sequence[Batch],
         residuals: Residuals | None = None,
         features: FeaturePowers | None = None,
-    ) -> tuple[float, dict[str, Array], Residuals]:
+    ) -> tuple[float, dict[str, Array], Residuals, dict[str, float]]:
         """Return loss and gradients of a step of an optimizer, and update running statistics.
 
         The caller has checked the memory, in a context of ``Engine.transaction``. The
         residuals of all processes are returned if those of this one are measured in ``residuals``.
-        ``features`` receives the powers of features in the batch of all processes.
+        ``features`` receives the powers of features in the batch of all processes. The last result
+        has the part of the loss of each output, if there are several.
         """
-        loss, gradients, _, residuals = self._differentiated(parts, True, residuals, features)
-        return loss, gradients, residuals
+        loss, gradients, _, residuals, each = self._differentiated(parts, True, residuals, features)
+        losses: dict[str, float] = {}
+        for term, value in zip(self.objective.terms, each, strict=True):
+            name = self.objective.outputs.get(term.inputs[0], term.inputs[0])
+            losses[name] = losses.get(name, 0.0) + value
+        return loss, gradients, residuals, losses if len(losses) > 1 else {}
 
     def parts(self, inputs: Inputs, targets: Targets = None) -> Sequence[Batch]:
         """Return the parts of a batch: one, unless a list of parts is given.
@@ -404,15 +409,15 @@ class TrainableModel(Sealed):
         update_buffers: bool,
         residuals: Residuals | None = None,
         features: FeaturePowers | None = None,
-    ) -> tuple[float, dict[str, Array], tuple[str, ...], Residuals]:
-        """Return loss, gradients, notes and residuals of a batch, over all processes.
+    ) -> tuple[float, dict[str, Array], tuple[str, ...], Residuals, tuple[float, ...]]:
+        """Return loss, gradients, notes, residuals and each loss of a batch, over all processes.
 
         The residuals of this process are measured in ``residuals``.
         """
         backward = self._passes.gradients(
             self._passes.traced(parts), update_buffers, residuals, features
         )
-        loss, residuals = self._totals(backward.loss, residuals)
+        (loss, *each), residuals = self._totals((backward.loss, *backward.each), residuals)
         if not self._shards.alone:
             with self._shards.agreement.exchanging():
                 powers = None if features is None else features.sums
@@ -421,25 +426,30 @@ class TrainableModel(Sealed):
         self._passes.record(loss, backward.gradients)
         self._model.buffers.update(backward.buffers)
         gradients = self._model.to_file_layout(backward.gradients)
-        return loss, gradients, backward.notes, residuals
+        return loss, gradients, backward.notes, residuals, tuple(each)
 
-    def _totals(self, loss: float, residuals: Residuals | None) -> tuple[float, Residuals]:
-        """Return the loss and the residuals of all processes."""
+    def _totals(
+        self, losses: Sequence[float], residuals: Residuals | None
+    ) -> tuple[list[float], Residuals]:
+        """Return losses and residuals of all processes."""
         sums = {} if residuals is None else residuals.sums
         entries = {(n, i): x for n, entry in sums.items() for i, x in enumerate(entry)}
         # The sums of features are arrays; their lengths may differ, as those of sequences do.
         features = {place: x for place, x in entries.items() if np.ndim(x)}
         numbers = {place: float(x) for place, x in entries.items() if not np.ndim(x)}
-        table = self._shards.agreement.of_all(loss, *numbers.values(), *map(len, features.values()))
-        loss, *totals = table[:, : 1 + len(numbers)].sum(axis=0).tolist()
-        lengths = table[:, 1 + len(numbers) :].max(axis=0).astype(int)
+        table = self._shards.agreement.of_all(
+            *losses, *numbers.values(), *map(len, features.values())
+        )
+        count = len(losses) + len(numbers)
+        totals = table[:, :count].sum(axis=0).tolist()
+        lengths = table[:, count:].max(axis=0).astype(int)
         arrays = [np.zeros(length) for length in lengths]
         for array, of_rank in zip(arrays, features.values(), strict=True):
             array[: len(of_rank)] = of_rank.tolist()
         with self._shards.agreement.exchanging():
             self._shards.sum(arrays)
-        every = dict(zip([*numbers, *features], [*totals, *arrays], strict=True))
-        return loss, Residuals(
+        every = dict(zip([*numbers, *features], [*totals[len(losses) :], *arrays], strict=True))
+        return totals[: len(losses)], Residuals(
             {n: tuple([every[n, i] for i in range(len(entry))]) for n, entry in sums.items()}
         )
 

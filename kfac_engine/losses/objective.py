@@ -339,11 +339,12 @@ class Objective:
         times: float = 1.0,
         observation: Observation | None = None,
         residuals: "Residuals | None" = None,
+        each: list[float] | None = None,
     ) -> tuple[float, dict[str, Array]]:
         """Return ``value``, and ``times`` times its gradient with respect to each loss input.
 
         Arguments and unit are as for ``value``. ``residuals`` receives the squares of the gradients
-        of the predictions.
+        of the predictions, and ``each`` the addends of ``value``, one for each loss function.
         """
         observation = observation or self.observe(values)
         total, cotangents = 0.0, dict[str, Array]()
@@ -352,6 +353,8 @@ class Objective:
         for number, (weight, term, seen) in enumerate(triples):
             value, gradients = term.value_and_gradient(values, seen)
             total += weight * value
+            if each is not None:
+                each.append(float(weight * value))
             if residuals is not None:
                 residuals.add(number, term, values, seen, gradients)
             for name, gradient in gradients.items():

@@ -47,9 +47,10 @@ class History(Summarized):
             ``seconds``, ``loss`` of the batch before the update, and ``learning_rate``. Further
             numbers come from ``StepReport``, where they are defined: ``momentum``, ``damping``,
             ``reduction_ratio``, ``refreshed``, ``skipped``, ``rolled_back``, and ``seconds/STAGE``
-            for each stage. ``spent`` is the part of the budget that is spent. Steps that end an
-            epoch or the run also have ``validation_loss`` and the other metrics by name, and with
-            ``BestWeights`` the ``best_step`` so far.
+            for each stage. ``loss/OUTPUT`` is the part of the loss of each output, such as the
+            residuals of an equation, if several have a loss. ``spent`` is the part of the budget
+            that is spent. Steps that end an epoch or the run also have ``validation_loss`` and the
+            other metrics by name, and with ``BestWeights`` the ``best_step`` so far.
         description: ``settings``, ``versions`` and ``layers`` of the run, and the name of the
             ``model``: values that JSON can hold.
     """

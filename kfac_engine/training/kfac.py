@@ -364,7 +364,9 @@ class KfacOptimizer(Optimizer):
         if not isinstance(self._given.update, AdaptiveLengthUpdate):
             return *self._gradients(batch, clock), None
         with clock("gradients"):
-            loss, gradients, residuals = self.engine.step_gradients(batch, Residuals(), features)
+            loss, gradients, residuals, self._losses = self.engine.step_gradients(
+                batch, Residuals(), features
+            )
         return loss, {name: gradients[name] for name in self._names}, residuals
 
     @recordable

@@ -62,6 +62,8 @@ class StepReport:
         seconds: Wall times by stage of the step: ``"gradients"``, ``"statistics"``, ``"inverses"``,
             ``"precondition"``, ``"curvature"`` (products of the quadratic model), ``"damping"`` (a
             second loss), and ``"update"`` for the arithmetic of the optimizer.
+        losses: The part of the loss of each output, with its weight and without ``penalty``; empty
+            unless several outputs have a loss.
     """
 
     loss: float
@@ -75,6 +77,7 @@ class StepReport:
     skipped: bool = False
     rolled_back: bool = False
     seconds: Mapping[str, float] = field(default_factory=dict)
+    losses: Mapping[str, float] = field(default_factory=dict)
 
 
 # A learning rate: a number, or a function of the number of steps so far.
@@ -147,6 +150,7 @@ class Optimizer(Summarized, Sealed, ABC):
         self._weight_decay = weight_decay
         self._non_finite = non_finite
         self._restraint = 1.0  # factor of the learning rate
+        self._losses: Mapping[str, float] = {}  # the part of each output in the latest loss
         self._slots: SlotArrays = {}
         self._spare_slots: SlotArrays = {}
 
@@ -216,7 +220,8 @@ class Optimizer(Summarized, Sealed, ABC):
         in_place = proposal.slots is self._slots
         self._slots, self._spare_slots = proposal.slots, {} if in_place else self._slots
         self.steps += 1
-        return self._adapt(proposal, batch, clock)
+        report = self._adapt(proposal, batch, clock)
+        return replace(report, losses=self._losses) if self._losses else report
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         """Refuse ``copy`` and ``pickle``, as the engine does."""
@@ -330,7 +335,7 @@ class Optimizer(Summarized, Sealed, ABC):
     ) -> tuple[float, dict[str, Array]]:
         """Return the loss and new arrays of gradients; running statistics are updated."""
         with clock("gradients"):
-            loss, gradients, _ = self.engine.step_gradients(batch)
+            loss, gradients, _, self._losses = self.engine.step_gradients(batch)
         return loss, {name: gradients[name] for name in self._names}
 
     def _new_bytes(self) -> int:

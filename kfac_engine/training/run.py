@@ -128,6 +128,7 @@ def _record(position: Position, epoch: int, report: StepReport) -> Record:
     record |= {name: value for name, value in numbers.items() if value is not None}
     record["refreshed"] = list(report.refreshed)
     record |= {name: getattr(report, name) for name in _EVENTS}
+    record |= {f"loss/{output}": value for output, value in report.losses.items()}
     return record | {f"seconds/{stage}": value for stage, value in report.seconds.items()}
 
 

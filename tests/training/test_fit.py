@@ -10,6 +10,7 @@ import pytest
 
 import kfac_engine as ke
 from kfac_engine.training.budget import SCHEDULES, Budget, Position
+from tests.models import parsed
 from tests.training import softmax_net as net
 from tests.training.interruptions import InterruptionError, interrupt_at
 
@@ -117,6 +118,31 @@ def test_a_validation_is_recorded_at_the_end_of_epochs_and_of_the_run(data):
     theta = engine.parameters
     assert last["validation_loss"] == pytest.approx(net.loss(theta, x, y), rel=1e-12)
     assert last["accuracy"] == np.mean(net.forward(theta, x)[1].argmax(1) == y)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("optimizer", ["kfac", "adam"])
+def test_records_have_the_loss_of_each_output(optimizer, accumulate):
+    rng = np.random.default_rng(0)
+    weights = {"a": rng.standard_normal((3, 2)), "b": rng.standard_normal((3, 1))}
+    signature = "n (double[n,3] x) => (double[n,2] y, double[n,1] z)"
+    model = parsed(signature + " { y = MatMul (x, a) z = MatMul (x, b) }", weights)
+    x = rng.standard_normal((12, 3))
+    targets = {"y": rng.standard_normal((12, 2)), "z": (rng.random((12, 1)) > 0.5) * 1.0}
+    losses = {"y": ke.Normal(weight=3), "z": "multi_bernoulli"}
+    history = ke.fit(
+        model, (x, targets), loss=losses, optimizer=optimizer, accumulate=accumulate,
+        batch_size=12 // accumulate, steps=1,
+    )  # fmt: skip
+    record = history.records[0]
+    # The negative log probability of normal targets of variance ½, and of binary ones.
+    squares = ((x @ weights["a"] - targets["y"]) ** 2 + 0.5 * np.log(np.pi)).sum(axis=1)
+    logits = x @ weights["b"]
+    binary = (np.logaddexp(0, logits) - targets["z"] * logits).sum(axis=1)
+    assert record["loss/y"] == pytest.approx(3 * squares.mean())
+    assert record["loss/z"] == pytest.approx(binary.mean())
+    assert record["loss"] == pytest.approx(record["loss/y"] + record["loss/z"])
+    assert "loss/y" not in history.metrics
 
 
 @pytest.mark.parametrize(
