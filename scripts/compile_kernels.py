@@ -1,5 +1,7 @@
 """Writes kernels/compiled.json, with the resources of each kernel variant on each architecture.
 
+For some sources, it also has the instructions of each loop.
+
 Run it in the environment of ``make setup`` after a change of a kernel:
 ``python -m scripts.compile_kernels``, then ``python -m scripts.kernel_report``. Compilers come with
 the extra ``nvrtc``. Sources that did not change are not compiled again.
@@ -16,6 +18,9 @@ from kfac_engine.kernels.launch import MACROS, source, variants
 from tests.cuda_on_cpu import nvrtc
 
 TABLE = Path(__file__).parents[1] / "kernels" / "compiled.json"
+
+# Sources whose loops are counted, with the architectures.
+LOOPS = {"pair_products": ("sm_80", "sm_90")}
 
 # Map from a variant and an architecture to kernels and their resources.
 Compiled = Mapping[str, Mapping[str, nvrtc.Resources]]
@@ -37,6 +42,9 @@ def main() -> None:
             known |= zip((entry(*variant) for variant in missing), resources, strict=True)
         compiled = {entry(*variant): known[entry(*variant)] for variant in _all_variants(name)}
         table[name] = {"source": digest, "compiled": compiled}
+        if name in LOOPS:
+            stored = old[name].get("loops") if same else None
+            table[name]["loops"] = stored or dict(_loops(name))
         print(f"{name}: {len(missing)} of {len(compiled)} compiled")
     TABLE.write_text("\n".join(_lines(table)) + "\n", encoding="utf-8")
 
@@ -63,6 +71,14 @@ def compiled(name: str) -> Compiled:
     }
 
 
+def loops(name: str) -> Mapping[str, Mapping[str, list[nvrtc.Loop]]]:
+    """Return the loops of each variant and kernel of a source of ``LOOPS``."""
+    return {
+        key: {kernel: [nvrtc.Loop(*loop) for loop in rows] for kernel, rows in kernels.items()}
+        for key, kernels in _stored()[name]["loops"].items()
+    }
+
+
 def entry(options: tuple[str, ...], architecture: str) -> str:
     """Return the name of a variant in the table."""
     return " ".join([architecture, *options])
@@ -75,6 +91,13 @@ def _all_variants(name: str) -> Iterator[tuple[tuple[str, ...], str]]:
             yield options, architecture
 
 
+def _loops(name: str) -> Iterator[tuple[str, dict[str, list[nvrtc.Loop]]]]:
+    """Yield each variant of a source with its loops."""
+    for architecture in LOOPS[name]:
+        for options in variants(name):
+            yield entry(options, architecture), nvrtc.loops(name, options, architecture)
+
+
 def _stored() -> dict[str, Any]:
     return json.loads(TABLE.read_text(encoding="utf-8")) if TABLE.exists() else {}
 
@@ -84,11 +107,20 @@ def _lines(table: Mapping[str, Any]) -> Iterator[str]:
     yield "{"
     for name, stored in table.items():
         comma = "," if name != list(table)[-1] else ""
-        rows = [f'  "{key}": {json.dumps(value)}' for key, value in stored["compiled"].items()]
         yield f'"{name}": {{"source": "{stored["source"]}", "compiled": {{'
-        yield ",\n".join(rows)
+        yield from _rows(stored["compiled"])
+        if "loops" in stored:
+            yield '}, "loops": {'
+            yield from _rows(stored["loops"])
         yield f"}}}}{comma}"
     yield "}"
+
+
+def _rows(entries: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a line for each entry."""
+    last = list(entries)[-1]
+    for key, value in entries.items():
+        yield f'  "{key}": {json.dumps(value)}{"," if key != last else ""}'
 
 
 if __name__ == "__main__":

@@ -1,9 +1,15 @@
-"""Compiles kernels to machine code with NVRTC, which needs no GPU, and reads what ptxas reports."""
+"""Compiles kernels to machine code with NVRTC, which needs no GPU, and reads what ptxas reports.
+
+nvdisasm lists the machine code, of which the loops are counted.
+"""
 
 import ctypes
 import re
+import subprocess
 import sys
-from collections.abc import Sequence
+import tempfile
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -22,6 +28,15 @@ ARCHITECTURES = {
     "sm_100": _NEW,
 }
 FLAGS = ("-std=c++17", "--ptxas-options=-v")
+_BINARIES = "nvidia/cu13/bin"
+_LABEL = re.compile(r"\s*(\.L_x_\d+):")
+_INSTRUCTION = re.compile(r"\s+/\*[0-9a-f]+\*/\s+(.*?);")
+_JUMP = re.compile(r"BRA.*`\((\.L_x_\d+)\)")
+# Instructions of the pipe for integers, which starts one for a warp every other cycle.
+_INTEGER = (
+    *("IADD3", "VIADD", "LOP3", "SEL", "ISETP", "FSETP", "LEA", "SHF", "IABS", "PLOP3"),
+    *("VIMNMX", "IMNMX", "FSEL", "FMNMX", "PRMT", "F2FP", "MOV"),
+)
 _ENTRY = re.compile(r"Compiling entry function '(\w+)'")
 _SPILLS = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
 _USED = re.compile(r"Used (\d+) registers")
@@ -36,6 +51,19 @@ class Resources(NamedTuple):
     spilled_bytes: int
 
 
+class Loop(NamedTuple):
+    """Instructions of a warp in one pass of a loop, without those of loops inside it."""
+
+    instructions: int
+    integer: int  # of the pipe for integers, comparisons and conversions: two cycles each
+    tensor: int  # products of tensor cores
+    wide_copies: int  # asynchronous copies of 16 bytes
+    narrow_copies: int  # of less
+    wide_loads: int  # loads of 16 bytes
+    narrow_loads: int  # of less
+    local: int  # loads and stores of spilled registers
+
+
 class CompileError(Exception):
     """NVRTC's log."""
 
@@ -47,11 +75,78 @@ def installed(architecture: str) -> bool:
 
 def resources(name: str, options: Sequence[str], architecture: str) -> dict[str, Resources]:
     """Kernel to what it takes, of one source compiled for one architecture."""
-    return _reported(_compiled(source(name), options, architecture))
+    return _reported(_compiled(source(name), options, architecture)[0])
 
 
-def _compiled(code: str, options: Sequence[str], architecture: str) -> str:
-    """The log of a successful compilation."""
+def disassembler() -> Path | None:
+    """The program nvdisasm; None if it is not installed."""
+    folder = _folder(_BINARIES)
+    return folder / "nvdisasm" if folder and (folder / "nvdisasm").exists() else None
+
+
+def loops(name: str, options: Sequence[str], architecture: str) -> dict[str, list[Loop]]:
+    """Kernel to its loops, in the order of their ends: an inner loop before its outer loop."""
+    program = disassembler()
+    assert program is not None, "install the extra 'nvrtc'"
+    with tempfile.TemporaryDirectory() as folder:
+        code = Path(folder, "kernel.cubin")
+        code.write_bytes(_compiled(source(name), options, architecture)[1])
+        command = [str(program), "-c", str(code)]
+        listing = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    sections = re.split(r"^\s*\.section\s+\.text\.(\w+)", listing, flags=re.MULTILINE)[1:]
+    return {
+        kernel: _loops(text) for kernel, text in zip(sections[::2], sections[1::2], strict=True)
+    }
+
+
+def _loops(listing: str) -> list[Loop]:
+    lines: list[str] = []
+    labels: dict[str, int] = {}
+    edges: list[tuple[int, int]] = []
+    for line in listing.splitlines():
+        if label := _LABEL.match(line):
+            labels[label[1]] = len(lines)
+        elif instruction := _INSTRUCTION.match(line):
+            jump = _JUMP.search(instruction[1])
+            if jump and jump[1] in labels:
+                edges.append((labels[jump[1]], len(lines)))
+            lines.append(re.sub(r"^@!?U?P\w+\s+", "", instruction[1]).split()[0])
+    # The last instruction jumps to itself.
+    edges = [(begin, end) for begin, end in edges if begin < end]
+    return [
+        _counted(
+            name
+            for i, name in enumerate(lines[begin : end + 1], begin)
+            if not any(begin <= a <= i <= b < end for a, b in edges)
+        )
+        for begin, end in edges
+    ]
+
+
+def _counted(names: Iterable[str]) -> Loop:
+    counts = Counter(names)
+
+    def of(*kinds: str, wide: bool | None = None) -> int:
+        return sum(
+            count
+            for name, count in counts.items()
+            if name.split(".")[0] in kinds and wide in (None, ".128" in name)
+        )
+
+    return Loop(
+        counts.total(),
+        of(*_INTEGER),
+        of("HMMA"),
+        of("LDGSTS", wide=True),
+        of("LDGSTS", wide=False),
+        of("LDG", wide=True),
+        of("LDG", wide=False),
+        of("LDL", "STL"),
+    )
+
+
+def _compiled(code: str, options: Sequence[str], architecture: str) -> tuple[str, bytes]:
+    """The log of a successful compilation, and the machine code."""
     nvrtc = _library(ARCHITECTURES[architecture])
     program = ctypes.c_void_p()
     create = nvrtc.nvrtcCreateProgram
@@ -63,10 +158,13 @@ def _compiled(code: str, options: Sequence[str], architecture: str) -> str:
     nvrtc.nvrtcGetProgramLogSize(program, ctypes.byref(size))
     log = ctypes.create_string_buffer(size.value)
     nvrtc.nvrtcGetProgramLog(program, log)
+    nvrtc.nvrtcGetCUBINSize(program, ctypes.byref(size))
+    binary = ctypes.create_string_buffer(size.value)
+    nvrtc.nvrtcGetCUBIN(program, binary)
     nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
     if status:
         raise CompileError(log.value.decode())
-    return log.value.decode()
+    return log.value.decode(), binary.raw
 
 
 def _reported(log: str) -> dict[str, Resources]:

@@ -64,6 +64,57 @@ def test_compiler_reproduces_table_entry(name: str) -> None:
     assert nvrtc.resources(name, options, architecture) == expected_resources
 
 
+# Cycles in which a scheduler of an H200 has one product of 16 x 8 x 16 numbers computed, with
+# mma.sync at 62 % of the rate of tensor cores.
+PRODUCT_CYCLES = 6.4
+
+
+@pytest.mark.parametrize("variant", compile_kernels.loops("pair_products"))
+def test_products_of_pairs_are_bound_by_tensor_cores(variant: str) -> None:
+    """A kernel that split numbers in its loop had 938 cycles of integers for 307 of products."""
+    *inner, outer = compile_kernels.loops("pair_products")[variant]["pair_products"]
+    # With two columns of tiles, a stage has twice 16 positions: two passes of an inner loop.
+    passes = [outer, *(2 * inner)]
+    instructions, integer, tensor, *_ = (sum(numbers) for numbers in zip(*passes, strict=True))
+    assert instructions < PRODUCT_CYCLES * tensor
+    assert 2 * integer < 0.5 * PRODUCT_CYCLES * tensor
+    copies = sum(loop.wide_copies for loop in passes)
+    assert tensor == 48 * (2 if inner else 1)
+    assert tensor >= 8 * copies > 0
+    assert not any(loop.narrow_copies or loop.wide_loads or loop.narrow_loads for loop in passes)
+    assert not any(loop.local for loop in passes)
+
+
+def test_disassembler_reproduces_loops() -> None:
+    if nvrtc.disassembler() is None or not nvrtc.installed("sm_90"):
+        pytest.skip("no nvdisasm; install the extra 'nvrtc'")
+    options = ("-DCOLUMNS=2",)
+    known = compile_kernels.loops("pair_products")[compile_kernels.entry(options, "sm_90")]
+    assert nvrtc.loops("pair_products", options, "sm_90") == known
+
+
+def test_loops_are_counted_without_inner_loops() -> None:
+    listing = """
+    .L_x_0:
+            /*0000*/                   LDGSTS.E.BYPASS.128 [R1], [R2.64], P0 ;
+    .L_x_1:
+            /*0010*/                   HMMA.16816.F32 R4, R8, R12, R4 ;
+            /*0020*/              @!P1 IADD3 R1, R1, 0x1, RZ ;
+            /*0030*/               @P1 BRA `(.L_x_1) ;
+            /*0040*/                   LDGSTS.E [R1], [R2.64] ;
+            /*0050*/                   LDG.E R1, desc[UR4][R2.64] ;
+            /*0060*/                   LDL R1, [R2] ;
+            /*0070*/               @P0 BRA `(.L_x_0) ;
+            /*0080*/                   EXIT ;
+    .L_x_2:
+            /*0090*/                   BRA `(.L_x_2);
+    """
+    assert nvrtc._loops(listing) == [
+        nvrtc.Loop(3, 1, 1, 0, 0, 0, 0, 0),
+        nvrtc.Loop(5, 0, 0, 1, 1, 0, 1, 1),
+    ]
+
+
 def test_broken_source_raises_compile_error() -> None:
     if not nvrtc.installed("sm_90"):
         pytest.skip("no NVRTC; install the extra 'nvrtc'")
