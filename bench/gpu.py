@@ -68,7 +68,8 @@ def kernel_works(backend: CupyBackend, sizes: Sizes) -> Iterator[Work]:
     for case in (*_of_images(sizes), *_of_rows(sizes)):
         yield _compared(backend, case, counted[case.kernel])
     matrices = _of_matrices(backend, sizes.matrix)
-    for kernel, run, wanted in (*matrices, *_of_layers(backend, sizes.channels)):
+    others = *_of_layers(backend, sizes.channels), *_of_losses(backend, sizes)
+    for kernel, run, wanted in (*matrices, *others):
         yield Work(counted[kernel], run, check=_off(backend, run, wanted))
 
 
@@ -203,6 +204,25 @@ def _of_layers(
     yield "combined", combined, 0.9 * wide + 0.1 * y
     yield "between", between, A @ wide @ G
     yield "orthogonal", orthogonal, orthogonalize(wide, iterations=gpu_meter.ITERATIONS, bound=True)
+
+
+def _of_losses(
+    backend: CupyBackend, sizes: Sizes
+) -> Iterator[tuple[str, Callable[[], Array], Array]]:
+    """Yield the gradient of the cross-entropy: kernel, run and expected result."""
+    z = normal(sizes.draws, sizes.classes)
+    ids = np.random.default_rng(0).integers(0, sizes.classes, sizes.draws)
+    logits, labels = map(backend.asarray, (z, ids))
+
+    def gradient() -> Array:
+        pair = backend.cross_entropy(logits, labels, 1)
+        assert pair is not None, "logits in float32 have a kernel"
+        return pair[1]
+
+    p = np.exp(z.astype(np.float64))
+    p /= p.sum(axis=1, keepdims=True)
+    p[np.arange(len(z)), ids] -= 1
+    yield "entropy", gradient, p
 
 
 def _zeros(*shape: int) -> Array:

@@ -176,6 +176,8 @@ def kernels(sizes: Sizes) -> Mapping[str, Counted]:
         "sums": Counted(f"sums of examples, {size}", 0.0, 2 * x + 2 * _FLOAT * n * channels),
         "classes": Counted(f"{sizes.draws} classes of {sizes.classes}", 0.0,
                            sizes.draws * (_FLOAT * sizes.classes + 2 * _DOUBLE)),
+        "entropy": Counted(f"cross-entropy of {sizes.draws} classes of {sizes.classes}", 0.0,
+                           2.0 * _FLOAT * sizes.draws * sizes.classes),
         "ids": Counted(f"{sizes.ids} identifiers of {sizes.words}", 0.0,
                        _DOUBLE * sizes.ids + _FLOAT * sizes.words),
         "average": Counted(f"average of {matrix}²", 0.0, 3 * _FLOAT * square),

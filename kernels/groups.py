@@ -195,6 +195,24 @@ def draw_classes(device: Device, logits: Array, uniforms: Array, ids: Array) -> 
     draw((-(-ids.size * lanes // BLOCK),), (BLOCK,), (logits, uniforms, ids, *sizes))
 
 
+def cross_entropy(device: Device, logits: Array, ids: Array, terms: Array, gradient: Array) -> None:
+    """Write the cross-entropy of class ids to ``terms`` and its gradient to ``gradient``.
+
+    All arrays are contiguous: ``logits`` and ``gradient`` are ``(outer, classes, inner)`` float32,
+    ``terms`` is ``(outer, inner)`` float32, and ``ids`` is ``(outer, inner)`` int64 in
+    ``[0, classes)``.
+
+    Source: ``classes.cu``.
+    """
+    if not ids.size:
+        return
+    _, classes, inner = logits.shape
+    lanes = 32 if inner < BLOCK else 1
+    compute = kernel(device, "classes", "cross_entropy", LANES=lanes, INPUT=0)
+    sizes = np.int64(ids.size), np.int64(inner), int32(classes)
+    compute((-(-ids.size * lanes // BLOCK),), (BLOCK,), (logits, ids, terms, gradient, *sizes))
+
+
 def _of_groups(first: Geometry, second: Geometry, groups: int) -> tuple[Struct, Struct]:
     """Return the structs of two images, with the number of channels of one group."""
     structs = first.images.copy(), second.images.copy()

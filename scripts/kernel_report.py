@@ -53,7 +53,7 @@ this page. Neither program needs a GPU.
 | `few_products.cu` | Gram matrices and squared per-example gradients of depthwise filters, in registers | products of each channel |
 | `group_products.cu` | Gram matrices and squared per-example gradients of groups of channels | stacks of patches, and products of each example |
 | `example_sums.cu` | per-example gradients of a scale and a shift | a product as large as the data, and two sums |
-| `classes.cu` | classes sampled from uniform numbers | exponentials, running sums and comparisons as large as the logits |
+| `classes.cu` | classes sampled from uniform numbers; cross-entropy and its gradient | exponentials, sums and comparisons as large as the logits |
 | `spans.cu` | checks, inner products and sums of many arrays, in one launch | a call for each array |
 | `small_products.cu` | products of many small matrices of any shapes and strides, in one launch | a call for each product, and copies in another order |
 | `averages.cu` | moving averages and sums of pieces in one pass; counts of token ids | three passes; one-hot rows |

@@ -284,6 +284,13 @@ class Backend(Protocol):
         numbers.
         """
 
+    def cross_entropy(self, logits: Array, ids: Array, axis: int) -> tuple[Array, Array] | None:
+        """Return ``−log softmax(logits)`` at class ids along ``axis``, and its gradient, at once.
+
+        The terms have an axis of one class; both are new arrays of the type of ``logits``. The ids
+        are in the range of the classes. None is returned if array functions take as little time.
+        """
+
     # -- checks -----------------------------------------------------------------------------------
 
     def squared_norms(self, arrays: Sequence[Array]) -> list[float]:

@@ -128,6 +128,8 @@ class CategoricalLogitsNegativeLogProbLoss(LossFunction):
 
     def terms_and_gradient(self, values: Values, targets: Array) -> tuple[Array, dict[str, Array]]:
         z, axis = values[self.logits], self._axis(values)
+        if targets.ndim < z.ndim and (pair := owner(z).cross_entropy(z, targets, axis)):
+            return pair[0], {self.logits: pair[1]}
         xp, softmax = array_module(z), Softmax.of(z, axis)
         if targets.ndim == z.ndim:
             return self._with_probabilities(softmax, axis, targets)

@@ -61,6 +61,10 @@ class Operations:
         library: Any = SimpleNamespace(xp=self.xp)
         return channel_groups.draw_classes(library, logits, uniforms, axis)
 
+    def cross_entropy(self, logits: Symbol, ids: Symbol, axis: int) -> None:
+        """Return None: a file has no such operator; see ``Backend``."""
+        del logits, ids, axis
+
     def second_moment(
         self,
         x: Symbol,

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kfac_engine._types import Array
-from kfac_engine.backend.namespace import array_module, is_recorded
+from kfac_engine.backend.namespace import is_recorded
 from kfac_engine.backend.protocol import Backend
 from kfac_engine.curvature.blocks.base import FisherBlock
 from kfac_engine.engine.engine import Engine
@@ -64,13 +64,13 @@ class FeatureBounds:
     places: Mapping[str, slice] = field(default_factory=dict)
 
     def new_slots(self, arrays: Vector) -> dict[str, Array]:
-        """Return an array in the shape of the powers, of the library of ``arrays``."""
+        """Return an array of the host in the shape of the powers, of the type of ``arrays``."""
         if not self.places:
             return {}
         size = max(place.stop for place in self.places.values())
         like = arrays[next(iter(self.places))]
         dtype = np.result_type(like.dtype, np.float32)
-        return {POWERS: array_module(like).empty((3, size), dtype)}
+        return {POWERS: np.empty((3, size), dtype)}
 
     def shortened(
         self, directions: Mapping[str, Array], step: StepInputs, backend: Backend
@@ -86,12 +86,11 @@ class FeatureBounds:
         combine(powers, _MEMORY, step.slots[POWERS][POWERS], 1 - _MEMORY, share)
         rare, means, limits = _activity(powers)
         known = not is_recorded(rare)
-        marks = backend.to_numpy(rare) if known else rare
-        if known and not marks.any():
+        if known and not rare.any():
             return Shortened(bounded, bounded)
         active = dict(bounded)
         for name, place in self.places.items():
-            if known and not marks[place].any():
+            if known and not rare[place].any():
                 continue
             weight, direction = self.weights[name], directions[name]
             matrices = weight.matrices(direction, copy=False)
@@ -100,6 +99,8 @@ class FeatureBounds:
             # The rows of a convolution are taps of each channel.
             taps: Any = matrices.reshape(count, -1, features, outputs)
             arrays = [each[place].reshape(count, features) for each in (rare, limits, means)]
+            if known:
+                arrays = [backend.asarray(each) for each in arrays]
             shares = _shares(inner(taps, "gtfo,gtfo->gf"), *arrays)
             shorter = taps * shares.astype(taps.dtype, copy=False)[:, None, :, None]
             bounded[name] = weight.array(shorter.reshape(matrices.shape), direction)
@@ -108,7 +109,7 @@ class FeatureBounds:
             active[name] = weight.array(weighted.reshape(matrices.shape), direction)
         return Shortened(bounded, active)
 
-    def most_are_rare(self, slots: Mapping[str, Mapping[str, Any]], backend: Backend) -> Any:
+    def most_are_rare(self, slots: Mapping[str, Mapping[str, Any]]) -> Any:
         """Return whether more than half of the features of a weight are rare.
 
         It is a truth value, or a recorded one.
@@ -116,8 +117,6 @@ class FeatureBounds:
         if not self.places:
             return False
         rare, *_ = _activity(slots[POWERS][POWERS])
-        if not is_recorded(rare):
-            rare = backend.to_numpy(rare)
         parts = [rare[place].astype(np.float32).mean() for place in self.places.values()]
         return reduce(np.maximum, parts) > _MOST
 

@@ -279,8 +279,8 @@ class KfacOptimizer(Optimizer):
     def _propose(
         self, batch: Sequence[Batch], scale: float, clock: StageClock, undo: Undo
     ) -> Proposal:
-        values = self._parameters()
-        features = FeaturePowers(self.feature_inputs, self.engine.collection.backend)
+        values, backend = self._parameters(), self.engine.collection.backend
+        features = FeaturePowers(self.feature_inputs, backend)
         loss, gradients, residuals = self._differentiated(batch, clock, features)
         seen, repeated = self._seen_with(batch), self._repeated_with(batch, loss)
         repeated = self._with_rule(repeated, batch, clock)
@@ -321,7 +321,7 @@ class KfacOptimizer(Optimizer):
             clock=clock,
             decay=self._shrinkage.kept_decay(seen) * _left(decay, size),
             spreads={} if residuals is None else residuals.spreads(),
-            features=features.sums,
+            features=None if features.sums is None else backend.to_numpy(features.sums),
         )
         if rule.measures:
             due = self._curvature.due(self.steps, step.examples)
@@ -445,7 +445,7 @@ class KfacOptimizer(Optimizer):
         update = self._given.update
         if not isinstance(update, AdaptiveLengthUpdate):
             return False
-        return update.features.most_are_rare(slots, self.engine.collection.backend)
+        return update.features.most_are_rare(slots)
 
     @property
     def feature_inputs(self) -> tuple[LayerInput, ...]:

@@ -34,7 +34,7 @@ class StepInputs(NamedTuple):
     decay: float = 1.0  # factor of the weight decay, for ``"auto"``
     # Spreads of the targets, by input of a loss, for ``"auto"``.
     spreads: Mapping[str, Any] = MappingProxyType({})
-    # ``FeaturePowers.sums`` of the layers whose directions have bounds.
+    # ``FeaturePowers.sums`` of the layers whose directions have bounds, on the host.
     features: Array | None = None
 
 

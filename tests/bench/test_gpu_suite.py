@@ -56,11 +56,11 @@ def test_each_case_is_measured_and_checked(meter: gpu_meter.Meter) -> None:
         name for name in ("cupy", "cupy-fp32", "cupy-tf32") for _ in range(3)
     ]
     # Inverses, gradients, eigenvectors, roots; thirteen primitives, four ways of a matrix, three of
-    # filters.
-    assert len(rows) == 9 + 4 + 13 + 4 + 3
+    # filters, a loss.
+    assert len(rows) == 9 + 4 + 13 + 4 + 3 + 1
     assert all(row.error is not None and row.error < 1e-2 for row in rows)
     assert all(row.floor > 0 and row.host > 0 and row.ratio == 1 for row in rows)
-    assert len({row.case for row in rows[9:]}) == 24
+    assert len({row.case for row in rows[9:]}) == 25
     told = json.loads(json.dumps([asdict(row) for row in rows], allow_nan=False))
     page = bench_tables.page({"machine": {}, "suites": {"gpu": told}})
     assert page.count("| stand-in, compute capability 9.0") == len(rows)

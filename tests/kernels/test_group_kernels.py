@@ -7,7 +7,7 @@ import pytest
 from kfac_engine.backend.channel_groups import Accumulation
 from kfac_engine.backend.cuda.gram import GroupProducts
 from kfac_engine.backend.window import Window
-from kfac_engine.kernels.groups import draw_classes, sum_examples
+from kfac_engine.kernels.groups import cross_entropy, draw_classes, sum_examples
 from tests.backend.geometries import CORNERS, STRIDED, Case
 from tests.backend.truths import patches
 from tests.cuda_on_cpu.device import ShimDevice
@@ -239,6 +239,33 @@ def test_draw_classes_inverts_cumulative_weights(
     cumulative = weights.cumsum(axis=1)
     wanted = (cumulative <= (uniforms * cumulative[:, -1])[:, None]).sum(axis=1)
     np.testing.assert_array_equal(ids, wanted)
+
+
+@each_order
+@pytest.mark.parametrize("shape", [(3, 5, 1), (2, 70, 1), (2, 10, 300)], ids=str)
+@pytest.mark.parametrize("scale", [1, 30])
+def test_cross_entropy_equals_definition(
+    shape: tuple[int, int, int], scale: float, order: str
+) -> None:
+    """Also of the class that is nearly certain, whose gradient is the sum of all others."""
+    rng = np.random.default_rng(0)
+    logits = (scale * rng.normal(size=shape)).astype(np.float32)
+    logits[0, 2, 0] = logits[0, 4, 0] = logits.max()  # the first largest one counts
+    logits[1] -= 100  # of negative logits, too
+    ids = rng.integers(0, shape[1], (shape[0], shape[2]))
+    ids[0, 0], ids[1, 0] = 2, logits[1, :, 0].argmax()
+    terms, gradient = np.full(ids.shape, np.nan, np.float32), np.full_like(logits, np.nan)
+    cross_entropy(ShimDevice(order), logits, ids, terms, gradient)
+    z = logits.astype(np.float64)
+    p = np.exp(z - z.max(axis=1, keepdims=True))
+    p /= p.sum(axis=1, keepdims=True)
+    at = np.expand_dims(ids, 1)
+    hit = np.arange(shape[1])[None, :, None] == at
+    wanted = np.where(hit, -np.where(hit, 0, p).sum(axis=1, keepdims=True), p)
+    np.testing.assert_allclose(gradient, wanted, rtol=2e-5, atol=1e-30)  # exponents to 200
+    np.testing.assert_allclose(
+        terms, -np.log(np.take_along_axis(p, at, 1))[:, 0], rtol=1e-5, atol=1e-7
+    )
 
 
 @pytest.mark.parametrize("inner", [1, 300], ids=["a warp a row", "a thread a row"])

@@ -14,7 +14,7 @@ from kfac_engine.backend.cuda import recursive_inverse
 from kfac_engine.backend.cuda.gram import GroupProducts, PatchMoments
 from kfac_engine.backend.window import Window
 from kfac_engine.kernels.averages import count_ids, update_average
-from kfac_engine.kernels.groups import draw_classes, sum_examples
+from kfac_engine.kernels.groups import cross_entropy, draw_classes, sum_examples
 from kfac_engine.kernels.launch import MACROS, Launch, options, source, variants
 from kfac_engine.kernels.moments import mirror
 from kfac_engine.kernels.patches import write_patches
@@ -99,7 +99,10 @@ def launch_plain(device: Recorder) -> None:
             sum_examples(device, x, x, np.empty((2, 8), np.float32))
         for inner in (1, 300):
             ids = np.empty((2, inner), np.int64)
-            draw_classes(device, np.zeros((2, 3, inner), dtype), np.zeros((2, inner)), ids)
+            z = np.zeros((2, 3, inner), dtype)
+            draw_classes(device, z, np.zeros((2, inner)), ids)
+            if dtype == np.float32:
+                cross_entropy(device, z, ids, np.empty((2, inner), dtype), np.empty_like(z))
     leaf = recursive_inverse._Inverse(device, np.zeros(1, np.int32))
     leaf(np.zeros((1, 3, 3)), np.zeros(0), 0)
     count_ids(device, np.zeros(5, np.int64), np.empty(3, np.int32))

@@ -157,9 +157,9 @@ def test_updates_along_rare_features_have_the_length_of_their_change(scale):
     old, new = ({POWERS: {POWERS: np.zeros((3, 40), np.float32)}} for _ in range(2))
     step = SimpleNamespace(slots=old, new_slots=new, features=powers * 50, examples=50, step=0)
     rule = bounds("IO", 40)
-    assert not rule.most_are_rare(old, select("numpy"))
+    assert not rule.most_are_rare(old)
     found = rule.shortened({"w": direction}, step, select("numpy"))
-    assert rule.most_are_rare(new, select("numpy"))
+    assert rule.most_are_rare(new)
     change = ((x @ found.directions["w"]) ** 2).sum(axis=1).mean()
     np.testing.assert_allclose(np.vdot(found.directions["w"], found.active["w"]), change, rtol=1e-4)
 

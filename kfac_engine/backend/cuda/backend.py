@@ -25,7 +25,7 @@ from kfac_engine.backend.threads import Task
 from kfac_engine.backend.window import Window, pointwise
 from kfac_engine.errors import ShapeError
 from kfac_engine.kernels.averages import count_ids, update_average
-from kfac_engine.kernels.groups import draw_classes, sum_examples
+from kfac_engine.kernels.groups import cross_entropy, draw_classes, sum_examples
 from kfac_engine.kernels.moments import mirror
 from kfac_engine.kernels.patches import write_patches
 from kfac_engine.kernels.spans import find_infinite, multiply_pairs
@@ -263,6 +263,18 @@ class CupyBackend:
         rows = self.xp.ascontiguousarray(logits).reshape(outer, logits.shape[axis], inner)
         draw_classes(self.device, rows, self.xp.ascontiguousarray(uniforms), ids)
         return ids
+
+    def cross_entropy(self, logits: Array, ids: Array, axis: int) -> tuple[Array, Array] | None:
+        if logits.dtype != np.float32 or not logits.flags.c_contiguous:
+            return None
+        axis %= logits.ndim
+        before, after = logits.shape[:axis], logits.shape[axis + 1 :]
+        terms = self.device.empty((*before, 1, *after), np.float32)
+        gradient = self.device.empty(logits.shape, np.float32)
+        rows = prod(before), logits.shape[axis], prod(after)
+        arrays = self.xp.ascontiguousarray(ids, np.int64), terms, gradient.reshape(rows)
+        cross_entropy(self.device, logits.reshape(rows), *arrays)
+        return terms, gradient
 
     def add_scaled(self, out: Array, measured: Array, alpha: float, beta: float) -> None:
         plain = out.flags.c_contiguous and measured.flags.c_contiguous
