@@ -5,7 +5,7 @@ from itertools import combinations, product
 import numpy as np
 import pytest
 
-from kfac_engine.backend.cuda.gram import frame, full_grid
+from kfac_engine.backend.cuda.recipes import frame, full_grid
 from kfac_engine.backend.window import Window
 from kfac_engine.errors import ShapeError
 from tests.backend.geometries import (
