@@ -60,13 +60,13 @@ function parts(size: number | string): [number, string] {
 export function typed(name: string, expected: ArrayType, values: Values): Typed {
   const given = isArray(values) ? undefined : values.dims;
   const raw: unknown = isArray(values) ? values : values?.data;
-  const spelled = `${expected.type} ${expected.shape.join(' × ') || 'number'}`;
-  if (!isArray(raw)) throw new TrainingError(`'${name}' is no array; give one of ${spelled}.`);
+  const spelled = (): string => `${expected.type} ${expected.shape.join(' × ') || 'number'}`;
+  if (!isArray(raw)) throw new TrainingError(`'${name}' is no array; give one of ${spelled()}.`);
   const dims = given ?? inferred(name, expected, raw.length);
   const fits = dims.length === expected.shape.length
     && expected.shape.every((size, axis) => typeof size === 'string' || size === dims[axis]);
   if (!fits || product(dims) !== raw.length) {
-    throw new TrainingError(`'${name}' has the shape ${dims.join(' × ')} and ${raw.length} entries, the files need ${spelled}.`);
+    throw new TrainingError(`'${name}' has the shape ${dims.join(' × ')} and ${raw.length} entries, the files need ${spelled()}.`);
   }
   return { type: expected.type, data: converted(name, expected, raw), dims };
 }

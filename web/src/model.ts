@@ -80,6 +80,10 @@ export class LocalModel implements Model {
   private released = false;
   /** The states, and the output that replaces each. */
   private readonly latest: readonly (readonly [string, string])[];
+  /** The outputs that a step measures: whether it is finite, and the metrics. */
+  private readonly measured: readonly string[];
+  /** Number of steps in the state, once it has been read. */
+  private step: number | undefined;
 
   private constructor(
     private readonly runtime: Runtime,
@@ -95,6 +99,7 @@ export class LocalModel implements Model {
     });
     this.description = first;
     this.latest = Object.keys(first.state).map((name) => [name, `new ${name}`]);
+    this.measured = ['finite', ...first.metrics.filter((name) => name !== 'finite')];
   }
 
   /** Read the files of a folder, and begin with their first state. */
@@ -114,7 +119,7 @@ export class LocalModel implements Model {
   }
 
   steps(): Promise<number> {
-    return this.alone(() => this.number('step'));
+    return this.alone(() => this.taken());
   }
 
   take(batches: readonly Arrays[], rates: readonly number[]): Promise<Measured[]> {
@@ -123,15 +128,14 @@ export class LocalModel implements Model {
       const several = this.description.steps_per_call > 1;
       const each = batches.map((batch) => this.batch(batch));
       const [first] = each as [Record<string, Typed>];
-      const arrays = Object.keys(first).map((name): [string, Typed] => {
-        const [array, ...others] = each.map((batch) => batch[name] as Typed) as [Typed, ...Typed[]];
-        return [name, several ? stacked([array, ...others]) : array];
-      });
-      const feeds: Record<string, Tensor> = Object.fromEntries(arrays.map(([name, array]) => [name, this.tensor(array)]));
+      const feeds: Record<string, Tensor> = { ...this.state };
+      for (const name of Object.keys(first)) {
+        feeds[name] = this.tensor(several ? stacked(each.map((batch) => batch[name] as Typed)) : first[name] as Typed);
+      }
       const dims = several ? [rates.length] : [];
       feeds['rate'] = this.tensor({ type: 'float32', data: Float32Array.from(rates), dims });
-      let step = await this.number('step');
-      const results = await this.run('training', { ...feeds, ...this.state });
+      let step = await this.taken();
+      const results = await this.run('training', feeds);
       for (const [name, latest] of this.latest) {
         const value = results[latest] as Tensor; // without entries, it is the old one
         if (!value.size) continue;
@@ -139,16 +143,19 @@ export class LocalModel implements Model {
         if (old.location !== 'cpu') old.dispose();
         this.state[name] = value;
       }
-      const metrics = this.description.metrics.filter((name) => name !== 'finite');
-      const columns = await Promise.all(['finite', ...metrics].map((name) => numbers(results[name] as Tensor)));
+      const [finite, ...metrics] = this.measured;
+      const columns: Record<string, ArrayLike<number | bigint>> = {};
+      for (const name of this.measured) columns[name] = await dataOf(results[name] as Tensor);
+      const at = (name: string | undefined, i: number): number => Number(columns[name as string]?.[i]);
       const milliseconds = (performance.now() - start) / batches.length;
-      return batches.map((_, i) => {
-        const [finite, ...values] = columns.map((column) => column[i] as number);
-        const named = Object.fromEntries(metrics.map((name, k) => [name, values[k] as number]));
-        const measured = { step, finite: Boolean(finite), milliseconds, metrics: named };
+      const records = batches.map((_, i) => {
+        const named = Object.fromEntries(metrics.map((name) => [name, at(name, i)]));
+        const measured = { step, finite: Boolean(at(finite, i)), milliseconds, metrics: named };
         step += Number(measured.finite);
         return measured;
       });
+      this.step = step;
+      return records;
     });
   }
 
@@ -208,6 +215,7 @@ export class LocalModel implements Model {
         return [name, this.tensor(typed(name, { type, shape }, array as Values))];
       });
       this.state = Object.fromEntries(restored);
+      this.step = undefined;
     });
   }
 
@@ -252,6 +260,10 @@ export class LocalModel implements Model {
 
   private tensor({ type, data, dims }: Typed): Tensor {
     return new this.runtime.Tensor(typeOfRuntime(type) as never, data as never, dims);
+  }
+
+  private async taken(): Promise<number> {
+    return (this.step ??= await this.number('step'));
   }
 
   private async number(state: string): Promise<number> {
@@ -306,5 +318,11 @@ async function values(tensor: Tensor): Promise<Typed> {
 }
 
 async function numbers(tensor: Tensor): Promise<number[]> {
-  return Array.from((await tensor.getData()) as ArrayLike<number | bigint>, Number);
+  return Array.from(await dataOf(tensor), Number);
+}
+
+/** Return the numbers of a tensor, without waiting where they are in memory. */
+function dataOf(tensor: Tensor): ArrayLike<number | bigint> | Promise<ArrayLike<number | bigint>> {
+  const data = tensor.location === 'cpu' ? tensor.data : tensor.getData();
+  return data as ArrayLike<number | bigint> | Promise<ArrayLike<number | bigint>>;
 }

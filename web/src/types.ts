@@ -104,6 +104,7 @@ export interface Tensor {
   readonly dims: readonly number[];
   readonly size: number;
   readonly location: string;
+  readonly data: unknown;
   getData(releaseData?: boolean): Promise<unknown>;
   dispose(): void;
 }
