@@ -72,6 +72,9 @@ _CUT, _FAR = 1.0, 3.0
 # Operators that may be between the matrices of a product of low rank.
 _SCALES = RELAYS | {"Mul", "Div"}
 
+# The lengths of adapters are multiplied by this number: the model around them is trained.
+_OF_ADAPTERS = 2 / 3
+
 # Largest number of Newton–Schulz iterations of a matrix.
 _ITERATIONS = 5
 # A matrix with a smaller side keeps its natural gradient, unless it belongs to an adapter.
@@ -142,7 +145,8 @@ class AdaptiveLengthUpdate:
     of low rank, as in an adapter, has the geometric mean of this length and of ``k L √rank``, with
     which its entries change as much as those of the first matrix. With the former, its few singular
     values, which all count, are too long; with the latter, the product, which begins at zero, grows
-    more slowly than it could. The multiple ``k`` of a matrix
+    more slowly than it could. Both matrices move by two thirds of these lengths, since the model
+    around them is trained. The multiple ``k`` of a matrix
     follows from the agreement ``c = ⟨g, p⟩ / ⟨g', p⟩`` of the gradient g with the last direction
     p, where g' is the gradient of the step of p::
 
@@ -673,8 +677,10 @@ def adaptive_lengths(
     sides = {n: min(w.matrices(values[n]).shape[1:]) for n, w in units.weights.items()}
     second_to_first = adapters(engine, units, values)
     roots |= {name: sqrt(roots[name] * sqrt(sides[name])) for name in second_to_first}
+    both = {*second_to_first, *second_to_first.values()}
+    roots |= {name: _OF_ADAPTERS * roots[name] for name in both}
     equal = {name for name, side in sides.items() if side >= _SMALLEST_SIDE}
-    equal |= {*second_to_first, *second_to_first.values()}
+    equal |= both
     of_layers = {uses(p)[0]: block for p, block in engine.collection.fisher_blocks.items()}
     blocks = {name: of_layers[weight.weight] for name, weight in units.weights.items()}
     widths = {

@@ -44,6 +44,14 @@ def test_the_second_matrix_of_an_adapter_moves_by_the_mean_of_two_lengths():
     assert found == pytest.approx(np.sqrt(lengths.prod()), rel=1e-3)
 
 
+def test_adapters_move_by_two_thirds_of_other_matrices():
+    adapter, other = (
+        np.linalg.norm(first_update(nodes(f"scaled = {between}"), SHAPES)["first"])
+        for between in ("Mul(low, factor)", "Tanh(low)")
+    )
+    assert adapter / other == pytest.approx(2 / 3, rel=1e-3)
+
+
 @pytest.mark.parametrize(("between", "equal"), [("Mul(low, factor)", True), ("Tanh(low)", False)])
 def test_updates_of_adapters_of_any_rank_have_equal_singular_values(between, equal, monkeypatch):
     monkeypatch.setattr(adaptive_lengths, "_ROWS_OF_SMALL", 12)  # five iterations for 64 rows
