@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from math import inf, log, sqrt
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -112,6 +112,28 @@ class Together:
                 for every in (self.means, self.by_adam, self.lengths)
             )
         )
+
+
+class Turn(NamedTuple):
+    """What the gradient of a step tells about the last updates."""
+
+    last: Products  # inner products of the gradient with the last directions
+    part: Any  # part of the last updates that the step takes back
+    back: Any  # whether the step goes back: False, True or recorded
+    onward: Any  # the contrary
+
+
+class Descent(NamedTuple):
+    """The averages and directions of a step, for which a search finds lengths."""
+
+    gradients: dict[str, Array]  # by unit; zeros in a step back
+    means: Vector  # averages of the gradients, by unit
+    # Gradients and averages of groups of several parameters.
+    grouped: Mapping[tuple[str, ...], tuple[Array, Array]]
+    natural: Vector  # the direction of each weight
+    active: Vector  # see ``Shortened``
+    due: Mapping[str, Any]  # whether the direction of a weight is new
+    momentum: Any  # decay of the averages for matrices
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,16 +261,34 @@ class AdaptiveLengthUpdate:
     def __call__(self, step: StepInputs) -> Move:
         """Compute the new parameters of a step, and write the new state."""
         step.new_slots["natural_gradient"].clear()  # new arrays take the place of the last but one
+        turn = self._turn(step)
+        if turn.back is not False:
+            step = _without_gradients(step, turn.back)
+        descent = self._descend(step, turn)
+        sizes = self._search(step, turn, descent)
+        values = self._moved(step, descent, sizes)
+        predicts = step.predicts and not turn.back
+        return Move(
+            values,
+            quadratic_change(self.engine, step, values) if predicts else None,
+            momentum=descent.momentum,
+        )
+
+    def _turn(self, step: StepInputs) -> Turn:
+        """Return what the gradient tells about the last updates."""
+        last_directions = step.slots["natural_gradient"]
+        (last,) = self._products(step, (self.units.split(step.gradients), last_directions))
+        part = self._part_back(step, last)
+        if is_recorded(part):
+            back: Any = part > 0
+            return Turn(last, part, back, np.logical_not(back))
+        return Turn(last, part, bool(part), not part)
+
+    def _descend(self, step: StepInputs, turn: Turn) -> Descent:
+        """Average the gradients, and return the directions of the weights."""
         gradients = self.units.split(step.gradients)
-        (last,) = self._products(step, (gradients, step.slots["natural_gradient"]))
-        back = self._part_back(step, last)
-        goes_back: Any = back > 0 if is_recorded(back) else bool(back)
-        if goes_back is not False:
-            step = _without_gradients(step, goes_back)
-            gradients = self.units.split(step.gradients)
-        onward = np.logical_not(goes_back) if is_recorded(goes_back) else not goes_back
         due = {
-            name: onward if width <= _NARROW else self._is_due(name, step, last, onward)
+            name: turn.onward if width <= _NARROW else self._is_due(name, step, turn)
             for name, width in self.widths.items()
         }
         joint = {names: joined(step.gradients, names) for names in self.together.means}
@@ -260,29 +300,35 @@ class AdaptiveLengthUpdate:
             ahead = self.units.split(step.new_slots["momentum"])
             natural, active = self._natural_gradients(ahead, step, due)
         grouped = self._average(step, joint, momentum)
-        parameters, means = map(self.units.split, (step.parameters, step.new_slots["momentum"]))
-        slopes, squares = self._measured(step, gradients, (natural, active), means, onward)
-        self._write_step_sizes(step, (last, slopes, squares), due, goes_back)
-        step.new_slots["natural_gradient"].update(natural)
+        means = self.units.split(step.new_slots["momentum"])
+        return Descent(gradients, means, grouped, natural, active, due, momentum)
+
+    def _search(self, step: StepInputs, turn: Turn, descent: Descent) -> Vector:
+        """Write slopes and lengths; return by how much each weight moves along its direction."""
+        products = self._measured(step, descent, turn.onward)
+        self._write_step_sizes(step, products, turn, descent.due)
+        sizes: Vector = step.new_slots["step_size"]
+        if turn.back is False:
+            return sizes
+        last = step.slots["step_size"]
+        return {name: size - turn.part * last[name] for name, size in sizes.items()}
+
+    def _moved(self, step: StepInputs, descent: Descent, sizes: Vector) -> dict[str, Array]:
+        """Return the new parameters; the memory of a gradient receives the new value."""
+        step.new_slots["natural_gradient"].update(descent.natural)
+        gradients, parameters = descent.gradients, self.units.split(step.parameters)
         if step.predicts:  # the change is compared with the gradient
             gradients = {name: gradient.copy() for name, gradient in gradients.items()}
-        # The memory of a gradient that is not needed any more receives the new value.
-        sizes: Vector = step.new_slots["step_size"]
-        if goes_back is not False:
-            sizes = {n: size - back * step.slots["step_size"][n] for n, size in sizes.items()}
-        self._move(gradients, natural, parameters, sizes, step)
+        self._move(gradients, descent.natural, parameters, sizes, step)
         for names in self.together.by_adam:
-            value, mean = grouped.get(names) or (joined(gradients, names), joined(means, names))
+            value, mean = descent.grouped.get(names) or (
+                joined(gradients, names),
+                joined(descent.means, names),
+            )
             self._by_adam(names, value, mean, joined(parameters, names), step)
             if len(names) > 1:
                 gradients |= separated(value, {name: gradients[name] for name in names})
-        values = self.units.join(gradients, step.parameters)
-        predicts = step.predicts and not goes_back
-        return Move(
-            values,
-            quadratic_change(self.engine, step, values) if predicts else None,
-            momentum=momentum,
-        )
+        return self.units.join(gradients, step.parameters)
 
     def _average(
         self, step: StepInputs, joint: Mapping[tuple[str, ...], Array], of_weights: Any
@@ -307,23 +353,16 @@ class AdaptiveLengthUpdate:
         """Return the operations on many arrays of a device; None unless the arrays are there."""
         return self.engine.collection.backend.many if all(map(on_device, arrays)) else None
 
-    def _measured(
-        self,
-        step: StepInputs,
-        gradients: Vector,
-        directions: tuple[Vector, Vector],
-        means: Vector,
-        onward: Any,
-    ) -> list[Products]:
+    def _measured(self, step: StepInputs, descent: Descent, onward: Any) -> list[Products]:
         """Write the span; return ``⟨g, p⟩`` and ``|p|²`` of directions: see ``Shortened``.
 
         The squares of matrices with too large singular values are larger: see ``_least_squares``.
         """
-        natural, active = directions
-        pairs = [(gradients, natural), (natural, active)]
+        gradients, natural = descent.gradients, descent.natural
+        pairs = [(gradients, natural), (natural, descent.active)]
         due = self.span is not None and self.span.is_due(step.step, onward)
         if due is not False:
-            vectors = [{n: vector[n] for n in natural} for vector in (gradients, means)]
+            vectors = [{n: vector[n] for n in natural} for vector in (gradients, descent.means)]
             pairs += [(vector, vector) for vector in vectors]
         slopes, squares, *of_span = self._products(step, *pairs)
         if self.span is not None:
@@ -402,15 +441,9 @@ class AdaptiveLengthUpdate:
             for pair in results
         ]
 
-    def _is_due(self, name: str, step: StepInputs, last: Products, onward: Any) -> Any:
-        """Return whether a weight with wide factors has a new direction, or a recorded truth value.
-
-        Args:
-            name: The weight.
-            step: The step.
-            last: Inner products of the gradient with the last directions.
-            onward: Whether the step does not go back.
-        """
+    def _is_due(self, name: str, step: StepInputs, turn: Turn) -> Any:
+        """Return whether a weight with wide factors has a new direction; it may be recorded."""
+        last, onward = turn.last, turn.onward
         always = self._rows(name, step.examples) >= self.widths[name]
         if not is_recorded(always) and always:
             return onward
@@ -526,30 +559,18 @@ class AdaptiveLengthUpdate:
         return 1.0 if spread is None else np.maximum(spread, 1.0)
 
     def _write_step_sizes(
-        self,
-        step: StepInputs,
-        products: tuple[Products, Products, Products],
-        due: Mapping[str, Any],
-        goes_back: Any,
+        self, step: StepInputs, products: Sequence[Products], turn: Turn, due: Mapping[str, Any]
     ) -> None:
-        """Write the new slopes, lengths and step sizes.
-
-        Args:
-            step: The step.
-            products: Inner products of the gradient with the last directions and with the
-                directions, and the squared norms of the directions for their lengths.
-            due: Whether the direction of a weight is new.
-            goes_back: Whether the step takes a part of the last updates back.
-        """
-        last, slopes, squares = products
+        """Write the new slopes, lengths and step sizes; ``products`` are those of ``_measured``."""
+        last, (slopes, squares) = turn.last, products
         old, new = step.slots, step.new_slots
         for names in self.together.lengths:
             slope, log_length = block_of(old["slope"], names), block_of(old["log_length"], names)
             logs = block_of(new["log_length"], names)
-            logs[...] = _next_logs(log_length, slope, last[names], step.scale, goes_back)
+            logs[...] = _next_logs(log_length, slope, last[names], step.scale, turn.back)
             norms = squares[names] ** 0.5
             scaled = self._rates(names, step) * np.exp(logs) / (norms + (norms == 0))
-            block_of(new["step_size"], names)[...] = _where(goes_back, 0.0, scaled)
+            block_of(new["step_size"], names)[...] = _where(turn.back, 0.0, scaled)
             block_of(new["slope"], names)[...] = slopes[names]
             for name in names:
                 if due[name] is not True:
