@@ -8,6 +8,16 @@
 // Grid (blocks, arrays), blocks of 256, grid-stride loops. Every thread writes the same zero to a
 // flag, so the order does not matter. The order of a sum is fixed.
 
+// Entries that a thread reads at a time, where all arrays begin at a multiple of 16 bytes.
+#define WIDE (16 / (int)sizeof(scalar))
+struct __align__(16) Wide {
+  scalar at[WIDE];
+};
+// Returns the number of wide reads of arrays at these addresses.
+__device__ __forceinline__ long long wide_reads(long long addresses, long long numbers) {
+  return addresses % 16 ? 0 : numbers / WIDE;
+}
+
 struct Span {
   long long address, numbers;
 };
@@ -25,10 +35,18 @@ find_infinite(const Span* __restrict__ spans, int* __restrict__ flags) {
   const Span span = spans[blockIdx.y];
   const scalar* own = (const scalar*)span.address;
   const long long step = (long long)gridDim.x * blockDim.x;
+  const long long thread = blockIdx.x * (long long)blockDim.x + threadIdx.x;
+  const long long wide = wide_reads(span.address, span.numbers);
   bool bad = false;
-  for (long long i = blockIdx.x * (long long)blockDim.x + threadIdx.x; i < span.numbers; i += step)
-    // x * 0 is zero for every x except infinity and NaN.
-    bad = bad || !(own[i] * (scalar)0 == (scalar)0);
+  // x * 0 is zero for every x except infinity and NaN.
+  #pragma unroll 4
+  for (long long i = thread; i < wide; i += step) {
+    const Wide x = ((const Wide*)own)[i];
+    #pragma unroll
+    for (int j = 0; j < WIDE; ++j) bad |= !(x.at[j] * (scalar)0 == (scalar)0);
+  }
+  for (long long i = wide * WIDE + thread; i < span.numbers; i += step)
+    bad |= !(own[i] * (scalar)0 == (scalar)0);
   if (bad) flags[blockIdx.y] = 0;
 }
 
@@ -49,8 +67,16 @@ multiply_pairs(const TwoSpans* __restrict__ pairs, double* __restrict__ parts) {
   const TwoSpans pair = pairs[blockIdx.y];
   const scalar *left = (const scalar*)pair.left, *right = (const scalar*)pair.right;
   const long long step = (long long)gridDim.x * blockDim.x;
+  const long long thread = blockIdx.x * (long long)blockDim.x + threadIdx.x;
+  const long long wide = wide_reads(pair.left | pair.right, pair.numbers);
   double sum = 0.0;
-  for (long long i = blockIdx.x * (long long)blockDim.x + threadIdx.x; i < pair.numbers; i += step)
+  #pragma unroll 4
+  for (long long i = thread; i < wide; i += step) {
+    const Wide x = ((const Wide*)left)[i], y = ((const Wide*)right)[i];
+    #pragma unroll
+    for (int j = 0; j < WIDE; ++j) sum += (double)x.at[j] * (double)y.at[j];
+  }
+  for (long long i = wide * WIDE + thread; i < pair.numbers; i += step)
     sum += (double)left[i] * (double)right[i];
   sum = total(sum, sums);
   if (threadIdx.x == 0) parts[blockIdx.y * (long long)gridDim.x + blockIdx.x] = sum;

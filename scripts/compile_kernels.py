@@ -20,7 +20,11 @@ from tests.cuda_on_cpu import nvrtc
 TABLE = Path(__file__).parents[1] / "kernels" / "compiled.json"
 
 # Sources whose loops are counted, with the architectures.
-LOOPS = {"pair_products": ("sm_80", "sm_90")}
+LOOPS = {
+    "pair_products": ("sm_80", "sm_90"),
+    "averages": ("sm_90",),
+    "spans": ("sm_90",),
+}
 
 # Map from a variant and an architecture to kernels and their resources.
 Compiled = Mapping[str, Mapping[str, nvrtc.Resources]]

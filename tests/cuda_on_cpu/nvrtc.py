@@ -139,8 +139,8 @@ def _counted(names: Iterable[str]) -> Loop:
         of("HMMA"),
         of("LDGSTS", wide=True),
         of("LDGSTS", wide=False),
-        of("LDG", wide=True),
-        of("LDG", wide=False),
+        of("LDG", "LD", wide=True),
+        of("LDG", "LD", wide=False),
         of("LDL", "STL"),
     )
 

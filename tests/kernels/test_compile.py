@@ -85,6 +85,28 @@ def test_products_of_pairs_are_bound_by_tensor_cores(variant: str) -> None:
     assert not any(loop.local for loop in passes)
 
 
+# Kernels that read whole arrays.
+READERS = [
+    ("averages", "update_average", "-DINPUT=0"),
+    ("spans", "find_infinite", "-DINPUT=0"),
+    ("spans", "find_infinite", "-DINPUT=3"),
+    ("spans", "multiply_pairs", "-DINPUT=0"),
+    ("spans", "multiply_pairs", "-DINPUT=3"),
+]
+
+
+@pytest.mark.parametrize(("source_name", "name", "option"), READERS)
+def test_readers_of_arrays_read_16_bytes_at_a_time(
+    source_name: str, name: str, option: str
+) -> None:
+    """A loop with reads of 4 bytes had 22 instructions for 16 bytes."""
+    loops = compile_kernels.loops(source_name)[f"sm_90 {option}"][name]
+    hot = max(loops, key=lambda loop: loop.wide_loads)
+    assert hot.wide_loads >= 4  # several reads at a time hide the latency of memory
+    assert hot.narrow_loads == hot.local == 0
+    assert hot.instructions <= 16 * hot.wide_loads
+
+
 def test_disassembler_reproduces_loops() -> None:
     if nvrtc.disassembler() is None or not nvrtc.installed("sm_90"):
         pytest.skip("no nvdisasm; install the extra 'nvrtc'")

@@ -32,12 +32,13 @@ each_type = pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.
 @each_order
 @each_type
 @pytest.mark.parametrize("beta", [0.9, 0.0])
-@pytest.mark.parametrize("numbers", [1, 255, 20_011])
+@pytest.mark.parametrize(("numbers", "begin"), [(1, 0), (255, 0), (256, 1), (20_011, 0)])
 def test_update_average_equals_definition(
-    order: str, beta: float, numbers: int, dtype: type
+    order: str, beta: float, numbers: int, begin: int, dtype: type
 ) -> None:
+    """Also of arrays that do not begin at a multiple of 16 bytes."""
     rng = np.random.default_rng(0)
-    average, measured = rng.normal(size=(2, numbers)).astype(np.float32)
+    average, measured = (rng.normal(size=numbers).astype(np.float32)[begin:] for _ in range(2))
     measured = measured.astype(dtype)
     wanted = np.float32(0.3) * measured.astype(np.float32) + np.float32(beta) * average
     if beta == 0:
@@ -53,22 +54,26 @@ def test_find_infinite_flags_nonfinite_arrays(dtype: type, bad: float, order: st
     largest = np.finfo(dtype).max
     arrays = [np.full(size, largest, dtype) for size in (1, 600, 0, 2000)]
     arrays[3][1999] = bad
-    flags = np.ones(4, np.int32)
+    arrays.append(arrays[3][1:])  # does not begin at a multiple of 16 bytes
+    arrays.append(arrays[3][:1999])
+    flags = np.ones(6, np.int32)
     find_infinite(ShimDevice(order), arrays, flags)
-    assert flags.tolist() == [1, 1, 1, 0]
+    assert flags.tolist() == [1, 1, 1, 0, 0, 1]
 
 
 @each_order
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_inner_products_equal_definition(dtype: type, order: str) -> None:
     rng = np.random.default_rng(0)
-    pairs = [rng.normal(size=(2, size)).astype(dtype) for size in (1, 600, 0, 200_003)]
+    sizes = (1, 600, 0, 200_003)
+    pairs = [tuple(rng.normal(size=size).astype(dtype) for _ in range(2)) for size in sizes]
+    pairs.append((pairs[1][0][:-1], pairs[1][1][1:]))  # not both begin at a multiple of 16 bytes
     infinite = np.array([np.inf, 1], dtype)
     *found, largest = multiply_pairs(
         ShimDevice(order), [(x, y) for x, y in [*pairs, (infinite, infinite)]]
     ).sum(axis=1)
     assert largest == np.inf
-    wanted = [np.vdot(*pair.astype(np.float64)) for pair in pairs]
+    wanted = [np.vdot(*np.asarray(pair, np.float64)) for pair in pairs]
     scales = [np.linalg.norm(x) * np.linalg.norm(y) or 1.0 for x, y in pairs]
     np.testing.assert_allclose(
         np.divide(found, scales), np.divide(wanted, scales), rtol=0, atol=1e-15
