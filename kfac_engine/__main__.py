@@ -1,4 +1,4 @@
-"""The program: ``python -m kfac_engine``, also installed as ``kfac-engine``."""
+"""Runs the program: ``python -m kfac_engine``, also installed as ``kfac-engine``."""
 
 import sys
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Type aliases shared by all packages, and ``Rows``, a sparse gradient of an embedding."""
+"""Defines type aliases that all packages share, and ``Rows``, an embedding's sparse gradient."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

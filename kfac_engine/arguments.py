@@ -1,4 +1,4 @@
-"""Checks of arguments; each raises an InputError that names the argument.
+"""Checks arguments; each check raises an InputError that names the argument.
 
 Numbers of a file are untrusted as well: JSON has integers that no float can hold.
 """

@@ -1,4 +1,4 @@
-"""The exceptions that public functions raise.
+"""Defines the exceptions that public functions raise.
 
 The tree of classes, with built-in parent classes in brackets::
 

@@ -1,4 +1,4 @@
-"""Printable forms of untrusted text, such as the names in a model file."""
+"""Makes untrusted text, such as the names in a model file, safe to print."""
 
 import re
 

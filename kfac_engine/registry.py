@@ -1,4 +1,4 @@
-"""Tables of named rows: derivative rules, approximations, losses, estimation modes."""
+"""Defines tables of named rows, such as derivative rules, approximations and losses."""
 
 from collections.abc import Iterator, Mapping
 from typing import Generic, TypeVar

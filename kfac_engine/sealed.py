@@ -1,4 +1,4 @@
-"""Objects that refuse unknown attributes, so that a misspelled option is an error."""
+"""Defines objects that refuse unknown attributes, so that a misspelled option is an error."""
 
 from collections.abc import Collection
 from typing import ClassVar

@@ -1,4 +1,4 @@
-"""Summaries of objects: lines for a terminal and tables for a notebook, of bounded length.
+"""Summarizes objects as terminal lines or notebook tables of bounded length.
 
 Names in a file are untrusted: they are shown in printable form, and escaped in HTML.
 """

@@ -1,4 +1,4 @@
-"""K-FAC for the gradients of a PyTorch module.
+"""Preconditions the gradients of a PyTorch module with K-FAC.
 
 Only this module imports torch. The exporter of torch needs onnxscript as well.
 """

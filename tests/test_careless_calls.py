@@ -149,7 +149,7 @@ def test_unknown_option_error_suggests_nearest_name(name, hint):
     ids=["nothing", "no model", "model alone, named", "no loss", "option", "positions", "twice"],
 )
 def test_call_without_model_or_loss_raises_error(args, options):
-    message = "Engine.from_onnx takes model, and options by keyword; needed: loss"
+    message = "Engine.from_onnx takes model, and options by keyword; the required options are: loss"
     with pytest.raises(ke.InputError, match=message):
         ke.Engine.from_onnx(*args, **options)
 

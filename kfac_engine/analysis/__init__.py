@@ -1,1 +1,1 @@
-"""Analyses of trained models: curvature, uncertainty, influence, pruning, spectra."""
+"""Analyzes trained models: their curvature, uncertainty, influence, pruning and spectra."""

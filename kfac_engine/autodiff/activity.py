@@ -194,7 +194,7 @@ def _terms(graph: Graph, name: str, sign: int, depth: int) -> list[tuple[str, in
 
 
 def no_slope(jump: Node) -> str:
-    """Return the reason why a parameter behind an operator of derivative zero is not trained."""
+    """Explain that a parameter is not trained because ``jump`` has the derivative zero."""
     return f"{ZERO}, behind an operator with derivative zero ({_described(jump)})"
 
 

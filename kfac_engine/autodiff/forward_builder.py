@@ -1,4 +1,4 @@
-"""Builds the nodes that compute derivatives in forward mode, each of them once.
+"""Builds the nodes that compute derivatives in forward mode, and builds equal nodes once.
 
 The name of a result is a hash of what computes it, so that equal nodes are one node. A slope that
 all directions need is therefore computed once, although each direction asks for it.
@@ -109,7 +109,7 @@ class ForwardBuilder(NodeBuilder):
         return name
 
     def ones(self, like: str) -> str:
-        """Write ones in the shape and the type of the value ``like``, a neutral factor."""
+        """Write an array of ones with the shape and the type of the value ``like``."""
         name = self.known_as(self.op("Expand", self.one(like), self.op("Shape", like)), like)
         self._ones.add(name)
         return name

@@ -1,4 +1,4 @@
-"""The table of forward rules: what each operator is, as a function of its operands.
+"""Lists the forward rules, which classify each operator as a function of its operands.
 
 An operator is a row of one table only. Operators without a row are differentiated by two
 applications of their reverse rule (``forward_mode``), as are normalizations, softmax and maxima.

@@ -1,4 +1,4 @@
-"""Forms of normalizations and dropouts, of training and of inference, and random values.
+"""Describes training and inference forms of normalizations and dropouts, and random values.
 
 The updates of running statistics are added to a graph in training form. A trained model computes in
 inference form.

@@ -1,1 +1,1 @@
-"""Array libraries behind one interface: NumPy defines the results, and CuPy must equal them."""
+"""Provides NumPy and CuPy behind one interface; NumPy defines the results."""

@@ -1,4 +1,4 @@
-"""Operations on groups of channels for any array library.
+"""Computes with groups of channels in any array library.
 
 The CuPy backend uses it for double precision, which its kernels do not compute. The NumPy backend
 computes Gram matrices in another way (``grouped_gram``) and uses the other operations.

@@ -1,4 +1,4 @@
-"""Decomposes a patch Gram matrix of stride one into products of shifted lines, from the geometry.
+"""Decomposes a patch Gram matrix with stride one into products of shifted lines.
 
 A patch Gram matrix has one block for each pair of kernel taps ``u`` and ``v``. With the *offset*
 ``δ = u − v`` and the dilation ``d``, the block is

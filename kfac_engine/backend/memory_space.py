@@ -1,4 +1,4 @@
-"""Memory spaces: allocations and copies in the memory of the host or of a device.
+"""Allocates and copies arrays in the memory of the host or of a device.
 
 A memory space creates arrays of one library. ONNX Runtime reads and writes them by address and
 returns its own arrays through DLPack, both without copies.

@@ -1,4 +1,4 @@
-"""Conversion of arrays between libraries, for code without a backend."""
+"""Converts arrays between libraries, for code without a backend."""
 
 import sys
 from collections.abc import Callable, Mapping

@@ -1,4 +1,4 @@
-"""Sums of patches and of their squares, without copies of patches.
+"""Sums patches and their squares without copying the patches.
 
 Images are summed first. Then the pixels under each tap are summed, one axis at a time: the pixels
 that a tap sees along an axis do not depend on the other axes.

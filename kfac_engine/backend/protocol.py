@@ -1,4 +1,4 @@
-"""The interface of array libraries: the operations that each library implements.
+"""Defines the interface that each array library implements.
 
 All other array code goes through ``xp``. The NumPy backend defines every operation; another backend
 returns the same numbers within a stated tolerance and raises the same errors.

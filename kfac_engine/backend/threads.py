@@ -1,4 +1,4 @@
-"""A thread pool for tasks that call BLAS, with BLAS limited to one thread while tasks run.
+"""Runs tasks that call BLAS in a thread pool, and limits BLAS to one thread meanwhile.
 
 The threads of a BLAS spin for some time after every product, and NumPy and SciPy may each load a
 BLAS. On two cores, a product of half a millisecond can then wait eight milliseconds for the threads

@@ -1,4 +1,4 @@
-"""The geometry of the patches of convolutions and pools."""
+"""Describes the geometry of the patches of convolutions and pools."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass

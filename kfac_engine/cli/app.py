@@ -1,4 +1,4 @@
-"""The group of commands; a failure becomes one line on stderr and an exit status."""
+"""Runs the commands, and turns a failure into one line on stderr and an exit status."""
 
 import traceback
 from collections.abc import Callable, Mapping, Sequence

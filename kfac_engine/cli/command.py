@@ -1,4 +1,4 @@
-"""Commands with groups of options, and an example at the end of their help."""
+"""Defines commands with groups of options, and with an example at the end of their help."""
 
 import functools
 import os

@@ -1,4 +1,4 @@
-"""``demo``: curvature, natural gradients and training of a small network on real data."""
+"""``demo``: train a small network on real data, and show its curvature and gradients."""
 
 import time
 from functools import partial

@@ -1,4 +1,4 @@
-"""Output of the commands: lines, JSON and tables on stdout, progress on stderr."""
+"""Writes lines, JSON and tables to stdout, and progress to stderr."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""``doctor``: versions, libraries and devices of this installation, and their problems."""
+"""``doctor``: show the versions, libraries and devices of this installation, and their problems."""
 
 import os
 import platform

@@ -1,4 +1,4 @@
-"""``replace-head`` and the commands of adapters: edits of a model in its own form."""
+"""``replace-head`` and the adapter commands: edit a model and keep the form of its file."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any

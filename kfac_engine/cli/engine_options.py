@@ -1,4 +1,4 @@
-"""The options of an engine on the command line.
+"""Defines the options of an engine on the command line.
 
 Each has the name and the default of its field of ``EngineOptions``, ``Schedule`` or
 ``CurvatureOptions``.

@@ -1,4 +1,4 @@
-"""``differentiate``, ``derivatives`` and ``export-training``: plain ONNX files of derivatives."""
+"""``differentiate``, ``derivatives`` and ``export-training``: write derivatives as ONNX files."""
 
 from collections.abc import Sequence
 from pathlib import Path

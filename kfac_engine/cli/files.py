@@ -1,4 +1,4 @@
-"""Files of the commands: inputs and targets by name, data in batches, and results."""
+"""Reads the inputs, targets and data sets of commands, and writes their results."""
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from io import BytesIO

@@ -1,4 +1,4 @@
-"""``influence``: scores of the examples of the training data for queries."""
+"""``influence``: score training examples by their influence on queries."""
 
 from pathlib import Path
 from types import SimpleNamespace

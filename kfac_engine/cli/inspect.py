@@ -1,4 +1,4 @@
-"""``inspect``: the layers, blocks and costs of a model, before any step runs."""
+"""``inspect``: show the layers, blocks and costs of a model before any step runs."""
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -361,7 +361,7 @@ def parameter_counts(engine: "ke.Engine") -> tuple[int, int]:
 
 
 def choices(layers: "Sequence[ke.LayerReport]") -> dict[str, tuple[list[str], tuple[str, ...]]]:
-    """Return the approximations of each kind of layer: those in use, and all."""
+    """Return the approximations that each kind of layer uses, and all that it accepts."""
     from kfac_engine.curvature.approximations import accepted
 
     used: dict[str, list[str]] = {}

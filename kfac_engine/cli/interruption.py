@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM end the program within two seconds, also inside ONNX Runtime and BLAS.
+"""Ends the program within two seconds of Ctrl-C or SIGTERM, even in ONNX Runtime or BLAS.
 
 Python calls a handler when the main thread returns from C, which may take minutes. Therefore the
 system also writes the number of the signal into a socket that a thread reads. The handler stops the

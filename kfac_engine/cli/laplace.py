@@ -1,4 +1,4 @@
-"""``laplace``: predictions with their uncertainty, and a model that computes it."""
+"""``laplace``: predict with uncertainty, or write a model that computes it."""
 
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""Options that several commands share, and processes."""
+"""Defines options that several commands share, and options for several processes."""
 
 import ast
 import os

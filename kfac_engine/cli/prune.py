@@ -1,4 +1,4 @@
-"""``saliency`` and ``prune``: weights whose loss changes little, and a model without them."""
+"""``saliency`` and ``prune``: find weights that hardly change the loss, and remove them."""
 
 from collections.abc import Mapping
 from pathlib import Path

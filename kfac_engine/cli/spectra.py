@@ -1,4 +1,4 @@
-"""The spectra of the factors: a table, and pictures in the formats of ``inspect --plot``."""
+"""Shows the spectra of the factors as a table, or in the formats of ``inspect --plot``."""
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence

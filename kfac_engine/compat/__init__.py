@@ -1,1 +1,1 @@
-"""Classes of ``curvature`` under the names of TensorFlow's K-FAC library."""
+"""Provides the classes of ``curvature`` under the names of TensorFlow's K-FAC library."""

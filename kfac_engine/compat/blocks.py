@@ -1,4 +1,4 @@
-"""Blocks and factors of layers under the names of TensorFlow's library.
+"""Provides layer blocks and their factors under the names of TensorFlow's K-FAC library.
 
 The page docs/building_blocks.md has the arguments that several of them share.
 """

@@ -1,4 +1,4 @@
-"""``LayerCollection`` with the methods that register a layer of TensorFlow's K-FAC library.
+"""Defines ``LayerCollection`` with the registration methods of TensorFlow's K-FAC library.
 
 ``*_multi`` registers a layer that an evaluation of the model uses several times. A *tower* is a
 part of the batch whose tensors have names of their own.

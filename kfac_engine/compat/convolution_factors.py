@@ -1,4 +1,4 @@
-"""Factor classes for convolutions with the names and constructors of TensorFlow's library.
+"""Provides convolution factors with the constructors of TensorFlow's K-FAC library.
 
 The page docs/building_blocks.md has the arguments that several of them share.
 """

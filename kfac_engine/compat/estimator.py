@@ -1,4 +1,4 @@
-"""``FisherEstimator`` with the signature and the thunks of TensorFlow's K-FAC library."""
+"""Provides ``FisherEstimator`` with the signature and thunks of TensorFlow's K-FAC library."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""Factor classes for dense layers with the names and constructors of TensorFlow's library.
+"""Provides dense-layer factors with the constructors of TensorFlow's K-FAC library.
 
 The page docs/building_blocks.md has the arguments that several of them share. Two classes are for
 parameters without a layer. Blocks create the general factors directly.
@@ -136,7 +136,7 @@ class FullyConnectedMultiKF(LaggedFactor):
 
 
 class DiagonalMultiKF(DiagonalFactor):
-    """The mean squares over the uses of a dense layer.
+    """The mean squares of a dense layer's inputs, or of its output gradients, over all uses.
 
     Args:
         **options: As in ``FactorOptions``.

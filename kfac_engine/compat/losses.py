@@ -1,4 +1,4 @@
-"""Methods of TensorFlow's K-FAC library that register and evaluate the losses of a collection."""
+"""Registers and evaluates losses with the methods of TensorFlow's K-FAC library."""
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import count

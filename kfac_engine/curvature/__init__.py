@@ -1,4 +1,4 @@
-"""The Kronecker-factored Fisher matrix: factors, blocks, estimation and refresh schedules.
+"""Estimates the Kronecker-factored Fisher matrix by factors, blocks and refresh schedules.
 
 The package has the name of the public function ``kfac_engine.curvature``. Python stores an imported
 package under its name in the parent package, so that ``kfac_engine.curvature`` is this package. A

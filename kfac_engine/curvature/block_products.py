@@ -1,4 +1,4 @@
-"""Products of the block-diagonal matrix of a collection with vectors over its parameters."""
+"""Multiplies the block-diagonal matrix of a collection by vectors over its parameters."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial

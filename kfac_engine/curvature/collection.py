@@ -1,4 +1,4 @@
-"""``LayerCollection``: the registered layers and losses of a model.
+"""Defines ``LayerCollection``, which registers the layers and losses of a model.
 
 Tensors are names; their values follow with each batch, as a mapping from names to arrays.
 """

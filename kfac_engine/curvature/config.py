@@ -1,4 +1,4 @@
-"""The configuration of a layer collection: averages, damping and inverses."""
+"""Defines the options of a layer collection: averages, damping and inverses."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Estimation modes: vectors whose second moment is the Fisher matrix, for the backward pass.
+"""Defines estimation modes: vectors to propagate, whose second moment is the Fisher matrix.
 
 A mode turns the losses of a batch into *sources*, one after the other: mappings from loss input to
 cotangent, for ``Trace.vjp``. Statistics sum over sources and average over examples.

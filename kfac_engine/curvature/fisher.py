@@ -1,4 +1,4 @@
-"""The block-diagonal Fisher matrix of a collection: measure, commit, refresh, multiply.
+"""Measures, commits, refreshes and multiplies the block-diagonal Fisher matrix of a collection.
 
 ``Engine.step`` and ``KfacOptimizer.step`` are made of these four. A batch is measured; its
 statistics are committed to the averages; the inverses that a planner names are refreshed; vectors

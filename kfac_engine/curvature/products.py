@@ -1,4 +1,4 @@
-"""Products of the curvature of the whole network with vectors, without forming a matrix.
+"""Multiplies the curvature of a whole network by vectors without forming a matrix.
 
 With J the Jacobian of the loss inputs, F the Fisher matrix of a loss with respect to its inputs, B
 its factor (``B Bᵀ = F``) and k the coefficient of the loss times the weights of the predictions,

@@ -1,4 +1,4 @@
-"""The refreshes of all factors of a collection: their costs, owners and least periods."""
+"""Lists the refreshes of all factors with their costs, owners and least periods."""
 
 from collections.abc import Callable, Mapping, Sequence
 from math import inf, isinf, prod

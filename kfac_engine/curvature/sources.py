@@ -1,4 +1,4 @@
-"""The values of a batch that factors read: activations, and the gradients of each source of a mode.
+"""Collects the values that factors read: activations, and gradients for each source of a mode.
 
 If targets have weights, the values include the weights of the rows that factors measure.
 """

@@ -1,4 +1,4 @@
-"""Data and models of the demo; README.md in this folder names their sources."""
+"""Provides the demo's data and models; README.md in this folder names their sources."""
 
 from importlib.resources import files
 

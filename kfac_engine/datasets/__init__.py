@@ -1,1 +1,1 @@
-"""Data sets: arrays, files, folders and batches, in one meaning for the whole package."""
+"""Reads data sets from arrays, files, folders and batches for the whole package."""

@@ -1,4 +1,4 @@
-"""Parts of a batch: the examples of inputs and targets along their axes."""
+"""Selects examples of a batch along the axes of its inputs and targets."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""Data sets in files: an ``.npz`` file, or a folder of shards.
+"""Reads data sets from an ``.npz`` file or from a folder of shards.
 
 A file has an array for each input of the model, under its name, and ``targets``. The targets of
 several losses have the names of their outputs. ``weights`` are how much each target counts. A shard

@@ -1,4 +1,4 @@
-"""The first examples of data, for the sample run of a file that leaves sizes to the data.
+"""Returns the first examples of data, for sample runs of models with open sizes.
 
 The axes of the examples are known only after the sample run. Here they are those that the caller
 or the file names, or the first ones.

@@ -1,4 +1,4 @@
-"""The forms of data: arrays, files, folders and iterables of batches, which become batches.
+"""Converts arrays, files, folders and iterables of batches to batches.
 
 Every function that takes data reads them here. Data are
 

@@ -1,4 +1,4 @@
-"""A data set as shards: parts that are stored together and loaded one at a time.
+"""Loads a data set one shard at a time.
 
 The order of an epoch is a function of the seed and the number of the epoch: a permutation of the
 shards, and for each shard a permutation of its examples. Neighbours in a shard therefore stay near

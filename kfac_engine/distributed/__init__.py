@@ -1,1 +1,1 @@
-"""Several processes: collectives, agreement, owners of layers, and their cost."""
+"""Divides the work among several processes, and exchanges arrays and errors between them."""

@@ -1,4 +1,4 @@
-"""Agreement of ranks: either all of them go on or all of them raise the same error."""
+"""Makes all ranks continue, or makes all of them raise the same error."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext

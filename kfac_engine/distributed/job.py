@@ -1,4 +1,4 @@
-"""The job of an MPI launcher: whether this process belongs to one, and its sudden end."""
+"""Detects whether an MPI launcher started this process, and ends the job at once."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""Messages of many arrays in flat buffers.
+"""Packs many arrays into one flat buffer for a message.
 
 Of symmetric and triangular matrices, a buffer has the lower triangle only. Arrays are summed over
 all ranks, one message for each element type, or each array has an owner among the ranks.

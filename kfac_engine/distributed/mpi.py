@@ -1,4 +1,4 @@
-"""Ranks that MPI has started, by the library mpi4py.
+"""Communicates by mpi4py between ranks that MPI started.
 
 If a rank ends while others would wait for it forever, it ends the whole job.
 """

@@ -1,4 +1,4 @@
-"""Ranks whose GPUs exchange arrays by NCCL, through CuPy."""
+"""Exchanges arrays between the GPUs of ranks by NCCL, through CuPy."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

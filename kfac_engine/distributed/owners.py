@@ -1,4 +1,4 @@
-"""The rank that computes each work, and the ranks that own each layer.
+"""Chooses the rank that computes each task and the ranks that own each layer.
 
 Every rank computes the same assignment from the names and loads of the same works, so that owners
 need no message.

@@ -1,4 +1,4 @@
-"""The collectives in which all communication between processes is written."""
+"""Defines the collectives that all communication between processes uses."""
 
 from typing import Protocol, runtime_checkable
 

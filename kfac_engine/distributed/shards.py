@@ -1,4 +1,4 @@
-"""The rows of a batch that one rank has, and a generator that draws their random numbers.
+"""Describes the rows of a batch on one rank, and draws the random numbers of these rows.
 
 Ranks that draw through a ``RowGenerator`` draw the numbers that one process with the same seed
 draws for the whole batch. Each rank draws the numbers of its rows. The generators of all ranks end

@@ -1,1 +1,1 @@
-"""K-FAC for one model: gradients, curvature statistics and preconditioned gradients."""
+"""Computes gradients, curvature statistics and preconditioned gradients of one model."""

@@ -1,4 +1,4 @@
-"""The parts of a batch, which are computed one after the other.
+"""Computes the parts of a batch one after another.
 
 The results of the parts are joined to the results of the batch. Reductions divide by the counts of
 all parts together. Each part has its rows in the batch, so that it draws the random targets of the

@@ -1,4 +1,4 @@
-"""The passes of a model over a batch: its values, its loss and its gradients.
+"""Passes a batch through a model, and returns its values, loss and gradients.
 
 A batch has one part or several, and the processes of a communicator have shards of it. Several
 parts are computed one after the other.

@@ -1,4 +1,4 @@
-"""The shard of a batch that a process has, and sums over the shards of all processes."""
+"""Describes this process's shard of a batch, and sums over the shards of all processes."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager

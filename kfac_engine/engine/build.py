@@ -1,4 +1,4 @@
-"""Assembly of an engine: loads a model, finds and registers its layers and losses."""
+"""Assembles an engine: loads a model, and finds and registers its layers and losses."""
 
 from collections.abc import Container, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace

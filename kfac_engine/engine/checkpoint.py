@@ -1,4 +1,4 @@
-"""The state of an engine in a file: see ``system/state_files`` for its format.
+"""Saves and loads an engine's state; ``system/state_files`` describes the format.
 
 A state contains averages, weights, stored powers, counters, the state of the generator and the
 parameters. A resumed run has the same bits as a run without interruption. The inverses are stored,

@@ -1,4 +1,4 @@
-"""Products of whole curvature matrices with vectors over the parameters, by name."""
+"""Multiplies whole curvature matrices by vectors over the parameters, by name."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial

@@ -1,4 +1,4 @@
-"""Averages over several ranks, and the distribution ``"replicate"``.
+"""Averages over several ranks, and implements the distribution ``"replicate"``.
 
 An average that only refreshes read is divided among the ranks: each rank averages its shards of the
 batches, and the average is the sum over the ranks. Moving averages are linear, so ranks exchange

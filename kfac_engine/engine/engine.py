@@ -1,4 +1,4 @@
-"""K-FAC for one model: from a batch to preconditioned gradients.
+"""Defines ``Engine``, which computes preconditioned gradients from batches (K-FAC).
 
 Read ``Engine.step`` first. It differentiates a batch (``batch_passes.py``), then measures, commits,
 refreshes and multiplies (``curvature/fisher.py``), as each step of a ``KfacOptimizer`` does.

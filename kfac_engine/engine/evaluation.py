@@ -1,4 +1,4 @@
-"""Predictions of a model in inference form, and their metrics."""
+"""Predicts with a model in inference form, and computes metrics of the predictions."""
 
 from collections import ChainMap
 from collections.abc import Mapping, Sequence

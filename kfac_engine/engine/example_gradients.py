@@ -1,4 +1,4 @@
-"""Gradients of single examples, for the blocks of parameters without a layer.
+"""Computes gradients of single examples, for parameters that belong to no layer.
 
 The statistics of a layer have separate rows for each example. The gradient of a parameter
 without a layer is a sum over the batch, and the square of that sum contains products of different

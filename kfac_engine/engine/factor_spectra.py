@@ -1,4 +1,4 @@
-"""``factor_spectra``: the spectra of all factors of an engine."""
+"""Defines ``factor_spectra``, which returns the spectra of all factors of an engine."""
 
 from kfac_engine.arguments import check_instance, check_int
 from kfac_engine.engine.engine import Engine

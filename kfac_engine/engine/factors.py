@@ -1,4 +1,4 @@
-"""The factors of an engine by parameter: averages, eigenvalues and dampings."""
+"""Provides an engine's factors by parameter: averages, eigenvalues and dampings."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence

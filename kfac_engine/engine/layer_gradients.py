@@ -1,4 +1,4 @@
-"""Gradients of single examples, layer by layer, in tiles of examples, whole or in factors.
+"""Computes gradients of single examples, layer by layer, for a few examples at a time.
 
 The gradient of an example is a sum over its uses and positions: ``G = Σ a dsᵀ``, ``(d_in, d_out)``,
 for a layer that is read as rows, ``[Σ x∘ds, Σ ds]`` for scales and shifts. One backward pass over

@@ -1,4 +1,4 @@
-"""Which values of a model the losses read, and where the examples lie in them."""
+"""Determines which model values the losses read, and the axis of the examples in them."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace

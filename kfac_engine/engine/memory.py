@@ -1,4 +1,4 @@
-"""Peak memory of a step, computed before the step; a step that does not fit is refused."""
+"""Computes the peak memory of a step in advance, and refuses a step that does not fit."""
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence

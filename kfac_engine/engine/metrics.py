@@ -1,4 +1,4 @@
-"""Metrics of predictions: a registry of names, and functions of the caller.
+"""Computes metrics of predictions, by registered names or by the caller's functions.
 
 A metric is measured batch by batch as sums over predictions. The sums of all batches are divided
 once, so that the result depends neither on the sizes of the batches, nor on which of them have

@@ -1,4 +1,4 @@
-"""Conversion of a model's parameters and buffers between the model, the caller and files."""
+"""Converts a model's parameters and buffers between the model, the caller and files."""
 
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The options of an engine: one frozen record, filled by ``Engine.from_onnx``, and the commands."""
+"""Defines ``EngineOptions``, which ``Engine.from_onnx`` and the commands fill."""
 
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -241,8 +241,8 @@ def by_keyword(
                 if not counted or not fields.keys() >= {*needed}:
                     wanted = " and ".join(name for name in names if name != "cls")
                     raise InputError(
-                        f"{function.__qualname__} takes {wanted}, and options by keyword; needed: "
-                        f"{', '.join(needed)}."
+                        f"{function.__qualname__} takes {wanted}, and options by keyword; the "
+                        f"required options are: {', '.join(needed)}."
                     )
                 return function(*args, **by_name, **{record_name: new_record(**fields)})
 

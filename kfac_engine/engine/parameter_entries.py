@@ -1,4 +1,4 @@
-"""The entries of parameters that each layer uses, as text for reports."""
+"""Describes in text which entries of a parameter each layer uses."""
 
 from collections.abc import Mapping
 from math import prod

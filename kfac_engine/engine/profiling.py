@@ -1,4 +1,4 @@
-"""The clock of a step: wall time and increase of the resident memory of each stage."""
+"""Measures the wall time and the added memory of each stage of a step."""
 
 import os
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Checks that all ranks train the same model, and that its examples can be divided among them.
+"""Checks that all ranks train the same model, and that they can divide its examples.
 
 Results of an example may depend on the number of examples, or on its place among them, although a
 change of one example changes no other: a division by the size of the batch, a table over the rows,

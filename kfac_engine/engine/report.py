@@ -1,4 +1,4 @@
-"""An engine before its first step: blocks, sizes of factors, and costs.
+"""Reports the blocks, factor sizes and costs of an engine before its first step.
 
 Notes name the factors whose refreshes or bytes dominate, with a cheaper approximation.
 """

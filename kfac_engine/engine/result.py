@@ -1,4 +1,4 @@
-"""The results of the engine's calls."""
+"""Defines the results of an engine's calls."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

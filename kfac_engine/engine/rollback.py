@@ -1,4 +1,4 @@
-"""Restores the state of an engine after a step that fails; see ``Engine.transaction``.
+"""Restores an engine's state after a failed step; see ``Engine.transaction``.
 
 A natural gradient can be checked only after the averages have changed in place. A copy of all
 averages in every step would double their memory. For a power between −1 and 0, the norm of the

@@ -1,4 +1,4 @@
-"""The Fisher matrix of a batch as ``F = RᵀR``: a row for each number that a loss predicts.
+"""Provides a batch's Fisher matrix as ``F = RᵀR``, with a row for each predicted number.
 
 With J the Jacobian matrix of the values that a loss reads, ``B Bᵀ`` their Fisher matrix and w the
 weights of loss, reduction and predictions, ``R = √w Bᵀ J``. The residuals ρ solve ``Rᵀρ = g`` for

@@ -1,4 +1,4 @@
-"""The distribution ``"shard"``: each layer has an owner, which stores its inverses."""
+"""Implements the distribution ``"shard"``: each layer's owner stores its inverses."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""The eigenvalues of a factor, next to the damping that is added to them, and their drawings.
+"""Stores a factor's eigenvalues with its damping, and draws them.
 
 matplotlib is loaded when a spectrum is drawn.
 """

@@ -1,4 +1,4 @@
-"""A model with losses: its parameters, its values on a batch and its gradients."""
+"""Combines a model with losses, and computes its values and gradients on a batch."""
 
 from collections.abc import Mapping, Sequence
 from math import prod

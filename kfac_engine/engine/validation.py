@@ -1,4 +1,4 @@
-"""Checks of an engine on estimation modes, batch sizes and gradients."""
+"""Checks the estimation modes, batch sizes and gradients that an engine receives."""
 
 from collections.abc import Mapping, Sequence, Set
 from math import prod

@@ -1,1 +1,1 @@
-"""Gradients of a model as an ONNX file."""
+"""Writes a model's gradients as an ONNX file."""

@@ -1,4 +1,4 @@
-"""The inputs of a written file for targets and their weights: names, element types and axes.
+"""Names and types the inputs for targets and weights in a written file.
 
 In Python, the shapes of the arrays say what the targets and weights of a batch are. The inputs of a
 file have one meaning, which is chosen when the file is written.

@@ -1,4 +1,4 @@
-"""Returns the ONNX definitions of operators by other operators, as protobuf functions."""
+"""Returns ONNX's definitions of operators by other operators, as protobuf functions."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

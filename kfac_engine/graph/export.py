@@ -1,4 +1,4 @@
-"""Writes new weights into the model of the user, with its nodes, names and element types."""
+"""Writes new weights into the user's model, and keeps its nodes, names and element types."""
 
 from collections.abc import Mapping, Sequence
 

@@ -1,4 +1,4 @@
-"""A model in files: writes one file, or two for large weights, and reads external data.
+"""Writes a model to one file, or to two for large weights, and reads external data.
 
 The second file follows the ONNX convention for external data, which every runtime reads.
 

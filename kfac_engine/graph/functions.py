@@ -1,4 +1,4 @@
-"""Returns the definition of an operator as a graph of other operators."""
+"""Returns an operator's definition as a graph of other operators."""
 
 from collections.abc import Mapping
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Evaluates a graph in float64 by the reference implementation of the onnx package.
+"""Evaluates a graph in float64 with the reference implementation of the onnx package.
 
 The reference implementation is independent of ONNX Runtime, and has float64 for every operator.
 """

@@ -1,4 +1,4 @@
-"""Immutable types for a canonical graph: ``Graph``, ``Node``, ``Input`` and ``Fact``.
+"""Defines the immutable types of a canonical graph: ``Graph``, ``Node``, ``Input``, ``Fact``.
 
 ``graph.load`` builds a graph; ``autodiff`` and ``layers`` read it. No type refers to protobuf:
 attributes are plain Python values and tensors are NumPy arrays.

@@ -1,4 +1,4 @@
-"""Rewrites operators that the WebGPU provider of ONNX Runtime computes wrongly, or not at all.
+"""Rewrites operators that ONNX Runtime's WebGPU provider lacks or computes wrongly.
 
 onnxruntime-web 1.30 computes a convolution in groups wrongly on WebGPU if a group has more than 4
 outputs and their number is no multiple of 4: 14 to 42 % of the result. Such a convolution gets

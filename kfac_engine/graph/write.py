@@ -1,4 +1,4 @@
-"""Converts nodes, inputs and arrays to a ``ModelProto``: the inverse of ``graph.load``.
+"""Converts nodes, inputs and arrays to a ``ModelProto``, the inverse of ``graph.load``.
 
 The result is for a file of the user, or for a session of ONNX Runtime in the same process.
 Constants inside a message are copied twice, and a message is limited to 2 GB. For a session, large

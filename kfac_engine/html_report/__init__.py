@@ -1,1 +1,1 @@
-"""The run report: a page with the charts and tables of one training run."""
+"""Writes an HTML report of one training run, with charts and tables."""

@@ -1,4 +1,4 @@
-"""The charts of a run: data reduced to a bounded number of points, and drawings as SVG."""
+"""Draws the charts of a run as SVG, with a bounded number of points."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""The page of a run: one file of HTML with its style, drawings and tables."""
+"""Writes a run's report as one HTML file with its style, drawings and tables."""
 
 from base64 import b64encode
 from collections.abc import Callable, Iterable, Sequence

@@ -1,4 +1,4 @@
-"""The log of a run as arrays and checked values: JSON lines that may be damaged or hostile."""
+"""Reads and checks a run's log, which may be damaged or hostile, into arrays."""
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Finds the layers of a graph, and the reason why a parameter has no layer.
+"""Finds the layers of a graph, and explains why a parameter has no layer.
 
 One product may compute what several could: queries, keys and values, or the gates of a recurrence.
 Its weight is then several matrices side by side; ``output_parts`` finds what the graph reads apart.

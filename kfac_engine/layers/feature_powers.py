@@ -1,4 +1,4 @@
-"""Powers of the features that layers read: how often a feature is active, and how far.
+"""Measures how often, and how strongly, each input feature of a layer is active.
 
 The mean square and the mean fourth power of a feature over rows tell the square that it has in its
 active rows: ``Σ x⁴ / Σ x²`` is the mean square of the rows, each weighted by its own square. A

@@ -1,4 +1,4 @@
-"""Layouts of layers in groups: grouped and depthwise convolutions, and stacks of dense layers.
+"""Describes grouped and depthwise convolutions and stacks of dense layers as packed matrices.
 
 A group of a convolution reads ``channels / groups`` consecutive channels and computes
 ``outputs / groups`` consecutive outputs with its filter. A depthwise convolution has a group for

@@ -1,4 +1,4 @@
-"""Layouts of the tensors and parameters of a layer, by layer kind, and sums over axes."""
+"""Describes how each kind of layer lays out its tensors and parameters, and sums over axes."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

@@ -1,4 +1,4 @@
-"""The input and the result of a matcher: ``MatchContext`` and ``LayerMatch``."""
+"""Defines ``MatchContext`` and ``LayerMatch``, a matcher's input and result."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace

@@ -1,4 +1,4 @@
-"""The matchers, which find the layer of a weight, and their table by operator and operand."""
+"""Finds the layer of a weight, with a table of matchers by operator and operand."""
 
 from collections.abc import Callable, Mapping
 from math import prod

@@ -143,8 +143,8 @@ class Packing:
         layout = _LAYOUTS[self.weight_format]
         if weight.ndim != len(layout.axes):
             raise ShapeError(
-                f"the weight of {where} has format {self.weight_format} with {len(layout.axes)} "
-                f"axes, got shape {weight.shape}."
+                f"the weight of {where} has the shape {weight.shape}, but its format "
+                f"{self.weight_format} has {len(layout.axes)} axes."
             )
         if weight.ndim > 2:
             d_out = prod([weight.shape[axis] for axis in layout.axes[layout.row_axes :]])

@@ -1,4 +1,4 @@
-"""Slices of parameters: the entries of a parameter that a layer uses.
+"""Describes which entries of a parameter a layer uses.
 
 The axes of an array in a file have no meaning by themselves: a weight may be transposed, reshaped
 or joined with other weights. The layer that reads the entries knows which of them compute one

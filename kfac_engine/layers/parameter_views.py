@@ -1,4 +1,4 @@
-"""Values of a graph that consist of entries of a parameter.
+"""Finds the graph values that consist of a parameter's entries.
 
 A file may store the weights of several layers in one array, or transposed. This module applies
 operators that move entries (``Transpose``, ``Slice``, ``Split``, …) to the positions of the

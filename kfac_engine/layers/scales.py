@@ -1,4 +1,4 @@
-"""Matches scales and shifts: parameters that multiply data, or are added to data.
+"""Matches scales and shifts: parameters that multiply data or are added to data.
 
 The input of a scale is the data before scaling. In a product, the data are an operand. The graph of
 a normalization or a ``PRelu`` does not contain these data. A new value computes them: the same

@@ -1,4 +1,4 @@
-"""Views of the tensors of a layer as rows of features.
+"""Views the tensors of a layer as rows of features.
 
 All layers have one data format: rows over uses ``u``, examples ``n`` and positions ``t``, with
 ``d`` features. A dense layer has ``u = t = 1``. A convolution has a position for each output pixel.

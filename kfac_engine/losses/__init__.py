@@ -1,4 +1,4 @@
-"""Predictive distributions: loss, samples, gradient, Fisher and its factors.
+"""Defines losses as distributions of targets, with samples, gradients and Fisher matrices.
 
 ``LOSSES`` is the table of losses by name; each has one input.
 """

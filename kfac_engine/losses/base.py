@@ -1,4 +1,4 @@
-"""The base class of losses: a predictive distribution, its score and its Fisher matrix.
+"""Defines the base class of losses: a predictive distribution, its score and Fisher matrix.
 
 The argument ``values`` maps names to arrays. The first axis of an input is the batch. Every other
 axis except ``class_axis`` is an axis of positions, which are independent predictions. A vector

@@ -1,4 +1,4 @@
-"""Sigmoid cross-entropy of independent binary targets.
+"""Defines sigmoid cross-entropy for independent binary targets.
 
 Let z be a logit, ``p = σ(z)`` its probability and t the target. The negative log-probability is
 ``softplus(z) − t z``. The Fisher information is ``p (1 − p)``. All formulas are evaluated with

@@ -1,4 +1,4 @@
-"""Softmax cross-entropy, with class ids or probabilities as targets.
+"""Defines softmax cross-entropy, with class ids or probabilities as targets.
 
 Let p be the softmax of the logits z along the class axis. The Fisher matrix is
 ``F = diag(p) − p pᵀ``, with the factor ``B = diag(√p) − p √pᵀ`` (Martens & Grosse 2015,

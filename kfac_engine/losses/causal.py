@@ -1,4 +1,4 @@
-"""The loss of a causal language model: each position predicts the token at the next one."""
+"""Defines the causal language-model loss: each position predicts the next token."""
 
 from typing import Any, ClassVar
 

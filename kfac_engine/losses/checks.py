@@ -1,4 +1,4 @@
-"""Checks of the values that losses read from a batch."""
+"""Checks the values that losses read from a batch."""
 
 from typing import Protocol
 

@@ -1,4 +1,4 @@
-"""The registered losses of a model, by name."""
+"""Stores the registered losses of a model by name."""
 
 import numpy as np
 
@@ -64,7 +64,8 @@ class LossCollection:
         known = self._losses.get(name)
         if known is not None and known.coefficient != coefficient:
             raise RegistrationError(
-                f"loss '{name}' has coefficient {known.coefficient}, its new part {coefficient}."
+                f"loss '{name}' has the coefficient {known.coefficient}, but its new part has the "
+                f"coefficient {coefficient}; all parts need the same one."
             )
         if known is not None and _distribution(known.parts[0]) != _distribution(loss):
             raise RegistrationError(

@@ -1,4 +1,4 @@
-"""Connectionist temporal classification: sequences of labels for frames without an alignment.
+"""Defines connectionist temporal classification (CTC), for label sequences without alignment.
 
 A path has a class in each frame, drawn independently from the softmax of the frame's logits. It
 collapses to a sequence of labels: repeats are merged, then blanks are removed. The probability of a

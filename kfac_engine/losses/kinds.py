@@ -1,4 +1,4 @@
-"""The losses by name, and losses with options, before they are put on an output of a model.
+"""Lists losses by name, and describes losses with options before an output is chosen.
 
 ``ke.Categorical(ignore_index=255)`` is accepted wherever the name ``"categorical"`` is.
 """

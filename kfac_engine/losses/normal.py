@@ -1,4 +1,4 @@
-"""Losses of Gaussian targets, with a fixed or a predicted variance."""
+"""Defines losses of Gaussian targets, with a fixed or a predicted variance."""
 
 from collections.abc import Mapping
 from math import log, pi

@@ -1,4 +1,4 @@
-"""The objective: a sum of losses under a reduction, with its gradient and Fisher matrix.
+"""Sums losses under a reduction, with the sum's gradient and Fisher matrix.
 
 A loss object sums over the batch and its positions. A reduction scales this sum and its Fisher
 matrix. For n examples and predictions whose weights have the sum W (``n·t`` without weights, for t

@@ -1,4 +1,4 @@
-"""How much the targets of a batch count.
+"""Determines how much each target of a batch counts.
 
 A target counts with a weight: 1 by default, 0 for targets that are left out. The weight multiplies
 the term of the loss, its gradient and its Fisher matrix, each once. ``Observed`` is the only place

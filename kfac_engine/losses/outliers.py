@@ -1,4 +1,4 @@
-"""Losses of targets with outliers, and of counts: Laplace, Huber and Poisson distributions.
+"""Defines losses for outliers and counts: Laplace, Huber and Poisson distributions.
 
 The negative logarithms of the Laplace and Huber densities are the absolute and the Huber error, up
 to a factor and a constant. The Fisher information with respect to the mean is a constant, while the

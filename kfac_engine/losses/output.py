@@ -1,4 +1,4 @@
-"""The loss that a file computes itself, as a loss on its output.
+"""Defines losses that the file computes, as losses on the file's output.
 
 An output with one number for each example is a loss whose predictions are the examples. A single
 number for the whole batch can be minimized only.

@@ -1,1 +1,1 @@
-"""Arrays that record ONNX nodes: formulas that are written for arrays write files."""
+"""Records array formulas as ONNX nodes."""

@@ -1,4 +1,4 @@
-"""NumPy's functions on recorded arrays, as operators of ONNX."""
+"""Implements NumPy's functions on recorded arrays with ONNX operators."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import reduce

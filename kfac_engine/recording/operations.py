@@ -1,4 +1,4 @@
-"""The operations of a backend on recorded arrays, and the random numbers of a file.
+"""Implements a backend's operations, and a file's random numbers, on recorded arrays.
 
 Only operations that the statistics of training files need are here; another one raises an
 ``UnsupportedError``.

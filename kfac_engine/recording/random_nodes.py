@@ -1,4 +1,4 @@
-"""The results of random nodes, from uniform or normal numbers that a caller draws."""
+"""Converts a caller's uniform or normal numbers to the results of random nodes."""
 
 from collections.abc import Callable, Mapping
 from typing import TypeAlias

@@ -1,4 +1,4 @@
-"""Arrays that record ONNX nodes instead of computing: the library's own formulas write files.
+"""Defines arrays that record ONNX nodes, so that array formulas can write files.
 
 ``Recorded`` implements the protocols of NumPy. A function that is written for arrays, such as an
 update rule or a loss, appends nodes to a ``Tape`` if its arguments are recorded. An array is a
@@ -272,7 +272,7 @@ class Size:
 
 
 def size_of(tape: Tape, name: str, axis: int) -> Size:
-    """Return the size of a value of the graph along an axis."""
+    """Return the length of a graph value along ``axis``."""
     shape = tape.record("Shape", [name], {"start": axis, "end": axis + 1})
     return Size(Recorded(tape, tape.record("Squeeze", [shape]), (), _INTEGER))
 

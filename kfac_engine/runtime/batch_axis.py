@@ -58,8 +58,8 @@ class Batch:
     # Map from an input or a value to its further axes that grow with the batch, such as those of an
     # adjacency matrix.
     squares: Squares = field(default_factory=dict)
-    # Sets of examples with inputs, values and numbers of examples of their own, such as the points
-    # of an equation and those of its boundary; none if there is one set only.
+    # Sets of examples, such as an equation's inner points and its boundary points. Each set has its
+    # own inputs, values and number of examples. Empty if all examples form a single set.
     sets: tuple["Batch", ...] = ()
 
     @classmethod

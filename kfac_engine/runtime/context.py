@@ -1,4 +1,4 @@
-"""The graph and the settings from which sessions of a model are built."""
+"""Stores the graph and the settings that a model's sessions are built from."""
 
 from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass

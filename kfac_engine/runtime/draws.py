@@ -1,4 +1,4 @@
-"""The random numbers of forward passes: a hash of the seed, the pass, the node and the place.
+"""Computes a forward pass's random numbers as hashes of the seed, pass, node and place.
 
 ONNX Runtime seeds its generators when a session is built, so that a resumed run would draw other
 numbers than a run without interruption. Its Dropout also keeps or drops the first entry in every

@@ -1,4 +1,4 @@
-"""The axis of the examples in a value: declared by the model, or found from two runs of it.
+"""Describes the axis of the examples, which a model declares or two of its runs reveal.
 
 Sample runs read the first examples of a batch.
 """

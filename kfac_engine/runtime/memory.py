@@ -1,4 +1,4 @@
-"""Computes the memory of the sessions of a model for a batch, from its sample run."""
+"""Computes the memory of a model's sessions for a batch, from the sample run."""
 
 from collections.abc import Collection, Container, Iterable, Mapping
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""An ONNX model that can be evaluated and differentiated.
+"""Defines ``OnnxModel``, which evaluates and differentiates an ONNX model.
 
 Two kinds of session run the graph. The *forward* session reads data and parameters and returns
 outputs, activations and the tensors of the backward pass. A *backward* session reads these tensors

@@ -1,4 +1,4 @@
-"""Opens the sessions that run the forward graph of a model and its backward graphs."""
+"""Opens the sessions that run a model's forward graph and backward graphs."""
 
 from collections.abc import Mapping, Sequence
 from typing import TypeAlias

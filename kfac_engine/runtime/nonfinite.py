@@ -1,4 +1,4 @@
-"""Finds the node at which values or gradients of a batch stop being finite."""
+"""Finds the node at which a batch's values or gradients stop being finite."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace

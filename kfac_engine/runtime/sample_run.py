@@ -1,4 +1,4 @@
-"""Sample runs, which determine shapes and element types of values on a small batch.
+"""Runs a model on a small batch, which determines the shapes and element types of values.
 
 A run returns shapes, and returns values only on request.
 

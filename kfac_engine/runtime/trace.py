@@ -1,4 +1,4 @@
-"""Traces: evaluations of a model on a batch, with values and derivatives."""
+"""Defines ``Trace``, an evaluation of a model on a batch with values and derivatives."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager

@@ -1,1 +1,1 @@
-"""ONNX Runtime sessions, on the CPU and on a GPU."""
+"""Runs ONNX Runtime sessions on the CPU and on a GPU."""

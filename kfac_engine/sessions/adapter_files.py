@@ -1,4 +1,4 @@
-"""Adapters in files of ONNX Runtime (``.onnx_adapter``), bound to their model by its weights.
+"""Reads and writes ONNX Runtime's adapter files, which identify their model by its weights.
 
 The format has a number for the version of a model. Here it is the start of the SHA-256 of the
 weights that are no adapters.

@@ -1,4 +1,4 @@
-"""Sessions that read and write arrays of the memory space of a device, and its choice.
+"""Runs sessions that read and write a device's arrays, and selects the device.
 
 Small integers, such as counts and shapes, stay on the host: operators read them there, and ONNX
 Runtime would copy each of them back.

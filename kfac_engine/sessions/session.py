@@ -1,4 +1,4 @@
-"""ONNX Runtime sessions on the CPU. Only modules of this package import ONNX Runtime.
+"""Runs sessions on the CPU. Only modules of this package import ONNX Runtime.
 
 Inputs and large results are not copied: an ``OrtValue`` wraps the memory of a NumPy array, and a
 result is a read-only view through DLPack. Small results are copied, which takes a quarter of the

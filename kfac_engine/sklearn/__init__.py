@@ -1,4 +1,4 @@
-"""Estimators of scikit-learn that train ONNX models: ``OnnxClassifier`` and ``OnnxRegressor``."""
+"""Provides ``OnnxClassifier`` and ``OnnxRegressor``, scikit-learn estimators for ONNX models."""
 
 from importlib.util import find_spec
 

@@ -1,4 +1,4 @@
-"""A classifier in the interface of scikit-learn."""
+"""Implements scikit-learn's classifier interface."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Self

@@ -1,4 +1,4 @@
-"""The part that the classifier and the regressor have in common: ``fit``, the model, its files."""
+"""Implements what the classifier and the regressor share: ``fit``, the model and its files."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""A regressor in the interface of scikit-learn."""
+"""Implements scikit-learn's regressor interface."""
 
 from typing import Any, ClassVar, Self
 

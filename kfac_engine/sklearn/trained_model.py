@@ -1,4 +1,4 @@
-"""A model that an estimator trains: an engine with its optimizer, which can be pickled."""
+"""Combines an engine with its optimizer for an estimator, and can be pickled."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path

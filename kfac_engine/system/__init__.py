@@ -1,1 +1,1 @@
-"""Access to the operating system: files, signals and free memory."""
+"""Accesses the operating system: files, signals and free memory."""

@@ -1,4 +1,4 @@
-"""Reads arrays of ``.npy`` and ``.npz`` files: checks sizes first, and maps contents if possible.
+"""Reads ``.npy`` and ``.npz`` files: checks sizes first, and maps contents if possible.
 
 An array that is mapped stays in its file, and the operating system reads the parts that are used. A
 member of an ``.npz`` file can be mapped if the archive stores it without compression, as

@@ -1,4 +1,4 @@
-"""Signals that wait: for the end of a step, or until a run has stored its state."""
+"""Delays signals until a step ends, or until a run has stored its state."""
 
 import signal
 from abc import ABC, abstractmethod

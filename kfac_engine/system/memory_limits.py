@@ -1,4 +1,4 @@
-"""The memory and the cores that this process may use, by machine, container and process."""
+"""Determines the memory and cores that machine, container and process limits allow."""
 
 import ctypes
 import os

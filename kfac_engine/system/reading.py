@@ -1,4 +1,4 @@
-"""Checks and bounds for reading files of the user."""
+"""Checks and limits the user's files before reading them."""
 
 import stat
 from collections.abc import Iterator

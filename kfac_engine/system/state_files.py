@@ -1,4 +1,4 @@
-"""Files of arrays by name with a header: safetensors, equal bytes for equal content.
+"""Writes and reads named arrays as safetensors; equal content gives equal bytes.
 
 The header of a state has the version of its format and a checksum: safetensors itself detects
 missing bytes only. The kinds of states, with what older files lack, are at the end.

@@ -1,1 +1,1 @@
-"""Training: optimizers that change the parameters of an engine, and ``fit``."""
+"""Trains an engine's parameters with optimizers and ``fit``."""

@@ -1,4 +1,4 @@
-"""The updates of the K-FAC optimizer whose lengths need no learning rate.
+"""Computes the K-FAC optimizer's updates whose lengths need no learning rate.
 
 A matrix moves along its natural gradient with equal singular values. The length of the update
 follows from the agreement of the next gradient with the last update: an update that still descends

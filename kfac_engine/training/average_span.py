@@ -1,4 +1,4 @@
-"""The span of averages of gradients: it grows where the gradients of several steps cancel."""
+"""Lengthens the averages of gradients where the gradients of several steps cancel."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Bars and spinners in a terminal, with the elapsed and the remaining time."""
+"""Shows bars and spinners in a terminal, with the elapsed and the remaining time."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""The data of a run: arrays in memory or in files, which are cut into batches, or batches."""
+"""Cuts a run's arrays or files into batches, or reads batches from an iterable."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass

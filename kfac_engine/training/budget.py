@@ -1,4 +1,4 @@
-"""The budget of a training run: epochs, steps or seconds, whichever is spent first.
+"""Ends a training run when its epochs, steps or seconds are spent, whichever comes first.
 
 A schedule of the learning rate is its factor as a function of the part of the budget spent.
 """

@@ -1,4 +1,4 @@
-"""One file for the state of a training run: of the engine, the optimizer and the callbacks.
+"""Stores the engine, the optimizer and the callbacks of a training run in one file.
 
 The file is a state of the engine (see ``engine/checkpoint``) whose extras are the numbers and the
 arrays of each part: the optimizer, and the callbacks of ``fit`` that have a state.

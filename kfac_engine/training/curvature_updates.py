@@ -1,4 +1,4 @@
-"""When an optimizer updates statistics and inverses, and on which part of the batch."""
+"""Decides when an optimizer updates statistics and inverses, and on which part of a batch."""
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate

@@ -1,4 +1,4 @@
-"""Levenberg–Marquardt adaptation of the damping: the rule that compares predicted and real changes.
+"""Adapts the damping to predicted and actual changes of the loss (Levenberg–Marquardt).
 
 Source: Martens & Grosse 2015, arXiv:1503.05671, section 6.5.
 """

@@ -1,4 +1,4 @@
-"""The description of a run and of its factors, for the log: values that JSON can hold."""
+"""Describes a run and its factors for the log, in values that JSON can hold."""
 
 import platform
 import re

@@ -1,4 +1,4 @@
-"""How strongly weights that read a table shrink: the evidence of the examples, per weight.
+"""Shrinks each weight that reads a table according to the evidence of the examples.
 
 A network that sees the same examples again and again fits their noise. The prior precision of a
 weight with the largest evidence is MacKay's fixed point. The curvature of K-FAC yields it at the

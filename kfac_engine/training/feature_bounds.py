@@ -1,4 +1,4 @@
-"""Lengths of the updates of a layer along single features.
+"""Bounds the lengths of a layer's updates along single features.
 
 A feature that few rows have is often absent from the sample that statistics are taken from. Its
 natural gradient is then far too long, and an update along it moves the rows that have it by a large

@@ -1,4 +1,4 @@
-"""Optimizers of gradients alone: SGD, Adam, AdamW and Muon, as update rules of each parameter."""
+"""Defines SGD, Adam, AdamW and Muon, which apply an update rule to each parameter's gradient."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -1,4 +1,4 @@
-"""The natural gradient of a batch with its whole Fisher matrix, solved among the predictions.
+"""Solves for a batch's natural gradient with the whole Fisher matrix, in prediction space.
 
 Source: Goldshlager, Abrahamsen & Lin 2024, "A Kaczmarz-inspired approach to accelerate the
 optimization of neural network wavefunctions", arXiv:2401.10190 (SPRING); Levenberg 1944 and

@@ -1,4 +1,4 @@
-"""The records of a training run, in memory and as a file of JSON lines."""
+"""Stores the records of a training run in memory, and as a file of JSON lines."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field

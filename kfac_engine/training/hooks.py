@@ -1,4 +1,4 @@
-"""The hooks of a training run: the functions that ``fit`` calls during a run."""
+"""Defines the hooks that ``fit`` calls during a run."""
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence

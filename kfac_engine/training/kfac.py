@@ -1,4 +1,4 @@
-"""The K-FAC optimizer: statistics, damping and the update of a step."""
+"""Defines ``KfacOptimizer``, which combines statistics, damping and the update of a step."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""The updates of the K-FAC optimizer at a learning rate, and the base of all its updates."""
+"""Computes K-FAC updates at a given learning rate, and defines the base of all its updates."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""The interface of all optimizers: ``step``, ``save`` and ``load``.
+"""Defines the interface of all optimizers: ``step``, ``save`` and ``load``.
 
 A step computes new parameters and new state, and replaces the old ones after all checks only.
 """

@@ -1,4 +1,4 @@
-"""The update whose learning rate and momentum minimize the quadratic model of the loss.
+"""Chooses the learning rate and momentum that minimize the quadratic model of the loss.
 
 Source: Martens & Grosse 2015, arXiv:1503.05671, section 7.
 """

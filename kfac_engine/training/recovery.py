@@ -1,4 +1,4 @@
-"""Roll-back of a run whose loss explodes: to stored weights, with smaller steps."""
+"""Returns a run whose loss explodes to stored weights, and continues with smaller steps."""
 
 from collections import deque
 from collections.abc import Mapping, Sequence

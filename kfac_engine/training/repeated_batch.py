@@ -1,4 +1,4 @@
-"""Whether the steps of a run have the same examples, and whether to fit these exactly.
+"""Detects whether every step has the same examples, and whether to fit these exactly.
 
 Where a function or an equation is fitted, every step has the same examples. They have no noise, and
 the minimum of their loss is wanted. Where a small table with noise is one batch, its minimum fits

@@ -1,4 +1,4 @@
-"""Update rules of first-order optimizers: the direction of one parameter from its gradient.
+"""Defines the first-order update rules, from a parameter's gradient to its direction.
 
 A rule reads the old state arrays and writes the new ones, so that a step that fails has no effect.
 The array functions are NumPy's, which CuPy arrays support.

@@ -1,4 +1,4 @@
-"""The steps of a training run, from a position in the data to the end of a budget."""
+"""Runs the steps of training, from a position in the data to the end of the budget."""
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence

@@ -1,4 +1,4 @@
-"""The checkpoints of a run: when they are written, and the options that a resumed run must have.
+"""Writes a run's checkpoints when due, and checks the options of a resumed run.
 
 The records of a run are a file of JSON lines beside the state, which grows by the new records. A
 checkpoint stores the position in this file up to which its records are complete. Lines after this

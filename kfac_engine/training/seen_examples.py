@@ -1,4 +1,4 @@
-"""How often the examples of a run have been seen, without a list of them.
+"""Estimates how often a run has seen its examples, without listing them.
 
 Each example has a fingerprint, a number that looks like a draw from the uniform distribution in
 (0, 1). The examples with the smallest ones are a random sample of all different examples: how

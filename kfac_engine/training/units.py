@@ -1,4 +1,4 @@
-"""The units that optimizers of matrices update: the weights of layers, and the other parameters."""
+"""Divides the parameters into the units of matrix optimizers: layer weights and the rest."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Arithmetic of vectors over the parameters, which are arrays by name; in place where possible.
+"""Computes with vectors over the parameters, arrays by name, in place where possible.
 
 Temporary arrays of the size of a parameter cost more than the arithmetic, because the operating
 system provides and takes back their memory in each step. Results are therefore written to arrays

@@ -1,4 +1,4 @@
-"""The weights of an engine: the parameters that an optimizer updates, and the buffers."""
+"""Provides an engine's weights: the parameters that an optimizer updates, and the buffers."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

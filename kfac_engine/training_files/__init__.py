@@ -1,1 +1,1 @@
-"""The training step of a model as plain ONNX files, which any ONNX Runtime executes."""
+"""Writes a model's training step as plain ONNX files, which any ONNX Runtime executes."""

@@ -1,4 +1,4 @@
-"""The curvature of a training step: statistics, inverses and natural gradients, as nodes.
+"""Records the curvature of a training step: statistics, inverses and natural gradients.
 
 Statistics, estimation modes and packings are the library's own, recorded. Written here are the
 order of the work in a step, the relative damping and the product ``A⁻¹ V G⁻¹`` of a block.

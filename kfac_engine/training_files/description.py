@@ -1,4 +1,4 @@
-"""The description of training files: metadata as JSON, and a text for readers."""
+"""Describes training files, as JSON metadata and as text for readers."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence

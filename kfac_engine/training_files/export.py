@@ -1,4 +1,4 @@
-"""``export_training``: the training step of a model as plain ONNX files."""
+"""Defines ``export_training``, which writes a model's training step as plain ONNX files."""
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""``TrainingFiles``: the files of ``export_training`` in Python, and states that come back."""
+"""Defines ``TrainingFiles``, which runs the files of ``export_training`` and loads their states."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -237,7 +237,7 @@ class TrainingFiles:
             measured[metric] = float((totals[name] / np.where(count, count, 1)).sum())
         if not np.isfinite(list(measured.values())).all():
             raise InputError(
-                "the metrics are not finite: a target is no class, a weight is negative, or a "
+                "the metrics are not finite: a target is not a class, a weight is negative, or a "
                 "prediction is not finite; check the data and the state."
             )
         return measured

@@ -1,4 +1,4 @@
-"""What a training step reads while it is recorded: model, optimizer, names, random nodes."""
+"""Provides what the recording of a step reads: model, optimizer, names and random nodes."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace

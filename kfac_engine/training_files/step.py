@@ -1,4 +1,4 @@
-"""Writes the training step of an optimizer as one graph: ``training.onnx``."""
+"""Writes an optimizer's training step as one graph: ``training.onnx``."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace

@@ -1,1 +1,1 @@
-"""Checks of the engine's results on a model and a batch of the user, against definitions."""
+"""Checks an engine's results on the user's model and batch against definitions."""

@@ -1,4 +1,4 @@
-"""The results of a verification: checks with measured errors and remedies."""
+"""Stores the results of a verification: checks with measured errors and remedies."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""A slice of the Fisher matrix of a batch, from the Jacobian matrix of the values of the losses.
+"""Computes a slice of a batch's Fisher matrix from the Jacobian matrix of the losses' inputs.
 
 The Jacobian matrix has a row for each entry of these values. Its rows are backward passes with one
 cotangent of one; its columns are differences of the values. Both are independent of the products
@@ -92,11 +92,11 @@ class DenseFisher:
         )
 
     def product_errors(self, unit: float) -> list[Floats]:
-        """Return the change of ``products`` by errors ``unit`` of all probabilities, by entry."""
+        """Return the error of each entry of ``products`` if each probability is off by ``unit``."""
         return [self._errors(change, unit) for change in self.changes]
 
     def diagonal_errors(self, unit: float) -> Floats:
-        """Return the change of ``diagonal`` by errors ``unit`` of all probabilities, by entry."""
+        """Return the error of each entry of ``diagonal`` if each probability is off by ``unit``."""
         return np.array([self._errors(c, unit)[k] for k, c in enumerate(self._columns())])
 
     @cached_property

@@ -1,4 +1,4 @@
-"""Derivatives along directions by central differences, with a step that the values choose."""
+"""Computes directional derivatives by central differences, with an adaptive step."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

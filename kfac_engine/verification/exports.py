@@ -1,4 +1,4 @@
-"""Compares the exported file with the file of the model and with predictions, in ONNX Runtime."""
+"""Compares the exported file with the model's file and predictions, in ONNX Runtime."""
 
 import os
 from collections.abc import Mapping

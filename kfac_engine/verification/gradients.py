@@ -1,4 +1,4 @@
-"""Compares the gradients of the engine with differences of the loss."""
+"""Compares the engine's gradients with differences of the loss."""
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial

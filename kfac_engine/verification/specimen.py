@@ -1,4 +1,4 @@
-"""The model and the part of a batch that a verification reads.
+"""Defines ``Specimen``, the model and the part of a batch that a verification reads.
 
 A copy of the model computes in float64, and further engines are built from its file.
 """
@@ -57,10 +57,10 @@ class Specimen:
     def of_batch(
         cls, engine: Engine, inputs: Mapping[str, Array], targets: Targets, most: int
     ) -> "Specimen":
-        """Return the first ``most`` examples of a batch, or all if the model cannot be divided.
+        """Return the first ``most`` examples of a batch, or the whole batch if it is indivisible.
 
-        The loss of the whole batch is computed, so that errors of inputs and targets are raised
-        here.
+        The method computes the loss of the whole batch first, so that wrong inputs and targets
+        raise their errors here.
         """
         engine.loss(inputs, targets)
         axes = engine.example_axes

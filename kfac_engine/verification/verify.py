@@ -1,4 +1,4 @@
-"""``kfac_engine.verify``: all checks on a model and a batch of the user."""
+"""Defines ``kfac_engine.verify``, which runs all checks on the user's model and batch."""
 
 from collections.abc import Iterator
 from typing import Any

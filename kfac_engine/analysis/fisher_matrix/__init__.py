@@ -1,1 +1,1 @@
-"""The curvature of a trained model as a result: spectrum, products and samples."""
+"""Measures the curvature of a trained model, and returns its spectrum, products and samples."""

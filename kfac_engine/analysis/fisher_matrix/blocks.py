@@ -1,4 +1,4 @@
-"""The blocks of a curvature: eigenvalues, and their places in the vector of all parameters.
+"""Describes each block of a curvature by eigenvalues and by entries of the parameter vector.
 
 Every block has one form. A vector of a block is a stack of matrices ``V``, ``(g, d_in, d_out)``,
 and the block is ``⊕_g (U ⊗ W) diag(s) (U ⊗ W)ᵀ`` with orthonormal ``U`` and ``W``:

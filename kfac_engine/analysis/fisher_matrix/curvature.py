@@ -1,4 +1,4 @@
-"""The curvature of a model at its parameters: a block-diagonal Fisher matrix with its spectrum."""
+"""Defines ``Curvature``, the block-diagonal Fisher matrix at a model's parameters."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass

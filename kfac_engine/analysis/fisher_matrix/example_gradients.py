@@ -1,4 +1,4 @@
-"""Gradients of single examples for functions of a damped Fisher matrix.
+"""Applies functions of a damped Fisher matrix to the gradients of single examples.
 
 The functions are sums over eigenvalues in the eigenvectors of each block, such as the variance
 ``Σ G_k ∘ G_l / (s + λ)`` of predictions.

@@ -1,4 +1,4 @@
-"""A curvature in a file (see ``system/state_files``), bound to its model by SHA-256 of weights."""
+"""Reads and writes curvature files, which store the SHA-256 of the model's weights."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""The blocks of a curvature: parameters, places and formulas, and their decompositions."""
+"""Lists the blocks of a curvature with their parameters and formulas, and decomposes them."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

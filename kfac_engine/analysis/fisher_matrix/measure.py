@@ -1,4 +1,4 @@
-"""Measures the curvature of a model on a data set, in passes that are not training."""
+"""Measures the curvature of a model on a data set, without training the model."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace

@@ -1,4 +1,4 @@
-"""The options of a measurement of curvature, and the model that they assemble."""
+"""Defines the options of a curvature measurement, and assembles the model from them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace

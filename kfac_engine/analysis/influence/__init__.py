@@ -1,1 +1,1 @@
-"""Influence: what single examples did to the predictions of a trained model."""
+"""Estimates how single training examples influence a trained model's predictions."""

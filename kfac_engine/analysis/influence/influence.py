@@ -1,4 +1,4 @@
-"""Influence functions: how examples of the training data changed the loss of queries."""
+"""Computes influence functions: how training examples change the loss of queries."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass

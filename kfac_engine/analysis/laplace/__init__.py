@@ -1,1 +1,1 @@
-"""Laplace approximations: how sure a trained model is."""
+"""Estimates how certain a trained model's predictions are, with Laplace approximations."""

@@ -1,4 +1,4 @@
-"""The evidence of a Laplace approximation, and its maximum over the prior and the noise.
+"""Computes the evidence of a Laplace approximation, and maximizes it over prior and noise.
 
 For a prior N(0, P₀⁻¹) and the posterior precision ``P = hF + P₀``,
 

@@ -1,4 +1,4 @@
-"""Writes a model with the variance of its outputs under an uncertain last layer.
+"""Writes a model that also computes the output variance due to an uncertain last layer.
 
 A last dense layer with the input φ has the outputs ``Wᵀ φ̃``, ``φ̃ = (φ, 1)``, so that the covariance
 of outputs k and l is ``Σ φ̃_i φ̃_j C_(ik)(jl)`` for the covariance ``C`` of the parameters. The file

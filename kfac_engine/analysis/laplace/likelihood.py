@@ -1,4 +1,4 @@
-"""What the outputs of a model say about targets, and the likelihood of a data set."""
+"""Derives the likelihood of a data set and its targets from a model's losses."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -43,7 +43,7 @@ class Likelihood:
         for loss in losses:
             if loss.coefficient != 1:
                 raise UnsupportedError(
-                    f"the loss '{loss.name}' has the weight {loss.coefficient:g}, so that it is no "
+                    f"the loss '{loss.name}' has the weight {loss.coefficient:g}, so it is not a "
                     f"likelihood; measure the curvature without this weight, and give a "
                     f"temperature instead."
                 )

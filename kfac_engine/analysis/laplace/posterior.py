@@ -1,4 +1,4 @@
-"""The Laplace approximation of the posterior distribution of the parameters of a model."""
+"""Approximates the posterior distribution of a model's parameters (Laplace approximation)."""
 
 from collections.abc import Mapping
 from math import isfinite

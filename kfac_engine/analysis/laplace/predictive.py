@@ -1,4 +1,4 @@
-"""The distribution of the outputs of a model under a normal distribution of its parameters.
+"""Predicts the distribution of a model's outputs for normally distributed parameters.
 
 The model is linearized at its parameters θ: the outputs of an example have the mean ``f(x, θ)`` and
 the covariance ``J P⁻¹ Jᵀ`` for the Jacobian ``J`` of the outputs (Immer, Korzepa & Bauer 2021).

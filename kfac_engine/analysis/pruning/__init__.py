@@ -1,1 +1,1 @@
-"""Uses of the curvature of a trained model: saliencies, pruning, merging of models."""
+"""Computes saliencies, prunes a model and merges models, from the models' curvature."""

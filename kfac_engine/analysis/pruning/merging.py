@@ -1,4 +1,4 @@
-"""Merging: one set of parameters from several, weighted by their Fisher matrices."""
+"""Merges the parameters of several models into a mean weighted by their Fisher matrices."""
 
 from collections.abc import Mapping, Sequence
 

@@ -1,4 +1,4 @@
-"""Pruning: weights with small saliencies become zero; others may move to make up for them."""
+"""Sets weights with small saliencies to zero, and can adjust the remaining weights."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence

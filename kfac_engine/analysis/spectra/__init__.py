@@ -1,1 +1,1 @@
-"""Spectra of whole curvature matrices, from products with vectors."""
+"""Estimates the spectrum of a whole curvature matrix from its products with vectors."""

@@ -1,4 +1,4 @@
-"""Estimates of the spectrum of a symmetric operator, by stochastic Lanczos quadrature.
+"""Estimates the spectrum of a symmetric operator by stochastic Lanczos quadrature.
 
 For a random vector ``z`` with ``E z zᵀ = I``, ``zᵀ f(A) z`` is an unbiased estimate of the trace of
 ``f(A)``. The Lanczos process with ``z`` as first vector yields a tridiagonal matrix, whose

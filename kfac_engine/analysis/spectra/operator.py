@@ -1,4 +1,4 @@
-"""Whole curvature matrices of a data set as linear operators of SciPy."""
+"""Provides the whole curvature matrix of a data set as a linear operator of SciPy."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import fields, replace

@@ -1,4 +1,4 @@
-"""Lowerings: functions that rewrite an operator as operators with derivative rules.
+"""Rewrites operators without derivative rules as operators with derivative rules.
 
 The table has one function for each operator and one file for each family of operators. A lowering
 receives a node and a ``LoweringBuilder``, which has the facts of a sample run. It adds standard

@@ -1,4 +1,4 @@
-"""Builds the nodes that replace one node of a graph, and the steps along an axis of a value."""
+"""Builds the nodes that replace a node of a graph, and splits a value along an axis."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Adds the mask to the results of Dropout in training mode."""
+"""Adds the mask to Dropout's results in training mode."""
 
 from dataclasses import replace
 

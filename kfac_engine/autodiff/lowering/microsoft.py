@@ -133,7 +133,7 @@ def _activate(b: LoweringBuilder, node: Node, value: str, values: dict[str, floa
 
 @lowering("com.microsoft::GatherND", "com.microsoft::Trilu")
 def renamed(b: LoweringBuilder, node: Node) -> None:
-    """Write the standard operator of the same name."""
+    """Write the node as the standard operator with the same name."""
     b.write(node.op, node.inputs, node.outputs, node.attributes)
 
 

@@ -1,4 +1,4 @@
-"""The table of derivative rules: a function for each operator, a file for each family.
+"""Lists the derivative rules: one function for each operator, one file for each family.
 
 A rule receives a node, the cotangents of its outputs, and the indices of the operands that need a
 cotangent. It adds the cotangents of these operands to a ``VjpBuilder``::

@@ -1,4 +1,4 @@
-"""Activation functions and softmax.
+"""Differentiates activation functions and softmax.
 
 If the result determines the derivative, a rule reads the result and not the operand. The next layer
 saves the result in any case, and ONNX Runtime can then fuse the activation with the operator before

@@ -1,4 +1,4 @@
-"""Derivatives of convolutions over one, two or three spatial axes.
+"""Differentiates convolutions over one, two or three spatial axes.
 
 ``geometry`` describes the choice of forms and its measurements. Sizes of images are dynamic. Shapes
 of kernels come from the sample run, because a weight that is computed from parameters has the same

@@ -1,4 +1,4 @@
-"""Elementwise operators: arithmetic with broadcasting, powers, exponentials, and trigonometry."""
+"""Differentiates elementwise operators, such as arithmetic, powers and trigonometry."""
 
 from collections.abc import Sequence
 
@@ -51,7 +51,7 @@ def div(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
 
 @vjp_rule("Pow")
 def power(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
-    """Return the cotangent times p x^(p−1), and times y log x for the exponent p."""
+    """Return the gradients of y = x^p: g p x^(p−1) for the base x, g y log x for the exponent p."""
     x, p = node.inputs
     wide = {}
     if 0 in wanted:

@@ -1,4 +1,4 @@
-"""Derivative of the discrete Fourier transform.
+"""Differentiates the discrete Fourier transform.
 
 A complex number is a pair of real numbers. The adjoint of a complex matrix is then its conjugate
 transpose, so the adjoint of the transform is the inverse transform times the number of points. A

@@ -1,4 +1,4 @@
-"""Windows of convolutions and pools, and the adjoint that adds windows to pixels.
+"""Describes the windows of convolutions and pools, and adds windows to pixels (the adjoint).
 
 Several graphs compute the same cotangent. The table lists the chosen forms, with milliseconds of
 ONNX Runtime 1.31 on one thread. If not stated otherwise, they are for 16 images of 28·28 pixels.

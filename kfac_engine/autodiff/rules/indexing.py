@@ -1,4 +1,4 @@
-"""Derivatives of operators that select, replace or add entries by index, condition or length."""
+"""Differentiates operators that select, replace or add entries by index, condition or length."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Derivatives of products of matrices, Einstein sums, determinants, triangles and inverses."""
+"""Differentiates matrix products, Einstein sums, determinants, triangles and inverses."""
 
 from collections import Counter
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Normalizations by statistics of the batch, of an example, of a group, or by running statistics.
+"""Differentiates normalizations over a batch, example or group, or with running statistics.
 
 One formula covers all normalizations except BatchNormalization in the form of inference. Let h = (x
 − m)/σ over some axes, where σ² = v + ε and m, v are mean and variance over these axes. With gh as

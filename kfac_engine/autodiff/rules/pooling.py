@@ -1,4 +1,4 @@
-"""Pooling over one, two or three spatial axes."""
+"""Differentiates pooling over one, two or three spatial axes."""
 
 from dataclasses import replace
 

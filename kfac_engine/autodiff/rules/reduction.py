@@ -1,4 +1,4 @@
-"""Derivatives of reductions over axes, and of running sums and products."""
+"""Differentiates reductions over axes, and running sums and products."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Derivative of Resize.
+"""Differentiates Resize.
 
 Resize is a product with a matrix along each axis. The Resize of an identity matrix is this matrix,
 for every mode, coordinate system and size. The rule multiplies the cotangent by its transpose.

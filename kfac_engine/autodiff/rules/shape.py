@@ -1,4 +1,4 @@
-"""Derivatives of operators that move, copy, slice or reshape unchanged entries."""
+"""Differentiates operators that move, copy, slice or reshape entries without changing them."""
 
 from kfac_engine.autodiff.rules import Cotangents, Gradients, Wanted, vjp_rule
 from kfac_engine.autodiff.rules.attributes import integer, integers, text

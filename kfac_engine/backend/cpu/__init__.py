@@ -1,1 +1,1 @@
-"""The NumPy and SciPy backend."""
+"""Implements the array operations with NumPy and SciPy."""

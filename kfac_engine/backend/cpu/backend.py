@@ -1,4 +1,4 @@
-"""The NumPy backend, which defines every operation."""
+"""Implements the NumPy backend, which defines every operation."""
 
 from collections.abc import Callable, Sequence
 from functools import partial

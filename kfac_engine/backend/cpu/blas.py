@@ -1,4 +1,4 @@
-"""BLAS and LAPACK of SciPy on views with any leading dimension, in place and without copies.
+"""Calls SciPy's BLAS and LAPACK on views with any leading dimension, in place, without copies.
 
 SciPy's public wrappers copy operands that are not contiguous and cannot write to part of a matrix.
 Its Cython interface exports the routines. ``ctypes`` calls them with pointers and strides, and

@@ -1,4 +1,4 @@
-"""Weight gradients of convolutions, as products of cotangents and shifted copies of images.
+"""Computes weight gradients of convolutions from shifted copies of images and cotangents.
 
 The gradient is ``dW[o, c, u] = Σ_{n,q} g[n, o, q] x[n, c, q·stride + u·dilation − begin]``. The
 image is copied once for each tap of the last axes, and the cotangent once for each tap of the first

@@ -1,4 +1,4 @@
-"""Gram matrices of rows by SYRK, in the lower triangle and without copies where possible.
+"""Computes Gram matrices of rows by SYRK, in the lower triangle, mostly without copies.
 
 The homogeneous coordinate is not appended to the rows. Its row of the Gram matrix is the sum of the
 rows, followed by their number.

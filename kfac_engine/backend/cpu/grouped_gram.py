@@ -1,4 +1,4 @@
-"""Gram matrices of patches for groups of channels.
+"""Computes Gram matrices of patches for groups of channels.
 
 Large groups are computed one by one, as images of their own (``patch_gram``). For small groups the
 entries are sums over images, as follows.
@@ -88,8 +88,9 @@ def grouped_second_moment(
     threads = threads_for(x.size * offsets * _PIXEL_COST, workers)
     spare = scratch_bytes // threads
     features = window.taps * size
-    # An image of a group, its products and their sums along an axis must fit, and three copies of
-    # the sums in float64, which are half of a Gram matrix.
+    # The scratch memory must hold an image of a group with its products and their sums along an
+    # axis. It must also hold three float64 copies of the final sums, each half as large as a Gram
+    # matrix.
     numbers = max(4 * prod(by_group.shape[2:]), 3 * features * (features + 1))
     fits = numbers * out.itemsize <= spare and _plan_bytes(wide, by_group.shape[2:]) <= _PLAN_BYTES
     if not (fits and _sums_are_faster(by_group, offsets, window)):

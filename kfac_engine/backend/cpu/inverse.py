@@ -1,4 +1,4 @@
-"""Inverses, Cholesky factors and eigenvectors of one symmetric matrix, in float64.
+"""Inverts, factors or diagonalizes one symmetric matrix in float64.
 
 The entries of a float32 factor are rounded, so small eigenvalues may be negative. Float64
 arithmetic adds no significant error. A float32 Cholesky inverse would have the relative error

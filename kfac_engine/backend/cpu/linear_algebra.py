@@ -1,4 +1,4 @@
-"""Batched linear algebra on a CPU.
+"""Implements batched linear algebra on a CPU.
 
 Small matrices of equal size are stacked for one call of LAPACK. Other matrices are computed in
 parallel, each on one thread. All threads compute a matrix that takes longer than the others

@@ -1,4 +1,4 @@
-"""Gram matrices of patches by the faster of two algorithms, by an estimate of their cost.
+"""Computes Gram matrices of patches by the algorithm with the smaller estimated cost.
 
 The patch at output position ``o`` is ``z[u, c] = x[c, o·stride + u·dilation − begin]`` over taps
 ``u`` and channels ``c``, with zeros outside the image. Two algorithms compute ``Σ z zᵀ``:

@@ -1,4 +1,4 @@
-"""Recursive inverse of a positive definite matrix, mostly by products of matrices.
+"""Inverts a positive definite matrix recursively, mostly by matrix products.
 
 LAPACK's factorisations work in narrow panels and reach half the rate of products. Here, with
 ``A = L Lᵀ`` and ``K = L⁻¹`` in 2 × 2 blocks,

@@ -1,4 +1,4 @@
-"""Reductions of NumPy arrays in one pass without copies."""
+"""Reduces NumPy arrays in one pass without copies."""
 
 from math import isfinite
 

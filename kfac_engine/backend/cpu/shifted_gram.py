@@ -1,4 +1,4 @@
-"""Gram matrices of patches for stride one, from products of shifted images.
+"""Computes Gram matrices of patches with stride one from products of shifted images.
 
 **Formula.** A patch at output position ``o`` has the features ``z[u, c] = x[c, o + u·d − begin]``
 for taps ``u``, channels ``c`` and dilation ``d``, with zeros outside the image. The Gram matrix
@@ -107,9 +107,9 @@ def buffer_numbers(images: int, channels: int, spatial_shape: tuple[int, ...], g
 FEW_CHANNELS = 96
 # Number of entries of a line that stay in the first-level cache while the shifted lines are read.
 _LINE = 5 << 10
-# Number of entries for which a round takes longer than its calls, and the upper bound of a round
-# with many channels.
+# Number of entries from which a round takes longer than the calls that it makes.
 _ROUND = 1 << 16
+# Largest number of entries in a round with many channels.
 _MOST = 1 << 21
 # Number of entries of small products, or of border pixels, that are computed at a time.
 _BATCH = 1 << 17

@@ -1,1 +1,1 @@
-"""The CuPy backend."""
+"""Implements the array operations with CuPy."""

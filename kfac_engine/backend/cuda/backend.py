@@ -1,4 +1,4 @@
-"""The CuPy backend: the operations of the NumPy backend on a GPU, by CUDA kernels and libraries.
+"""Implements the operations of the NumPy backend on a GPU, with CUDA kernels and libraries.
 
 No operation copies an array to the host. Decisions on the host, such as whether an array is finite,
 read a single number.
@@ -89,8 +89,8 @@ class CupyBackend:
 
     def working_bytes(self, copied: int, inverted: int, decomposed: int) -> tuple[int, bool]:
         del copied  # part of the reserved memory, which is never released
-        # The memory of the current stream and of the streams of refreshes. One matrix may need
-        # more.
+        # The current stream has ``scratch_bytes``, and so have the refresh streams together. A
+        # single matrix may need more.
         largest = MOST_COPIES * 8 * max(inverted, decomposed)
         return self.scratch_bytes + max(self.scratch_bytes, largest), True
 

@@ -1,4 +1,4 @@
-"""Access to the GPU by CuPy, cuBLAS and cuSOLVER; only this file contains calls that need a GPU.
+"""Calls the GPU through CuPy, cuBLAS and cuSOLVER; only this file's code needs a GPU.
 
 CuPy is imported when a device is created, because it is an optional dependency and its import takes
 time. Tests run all code that uses this file on a CPU, with a stand-in for CuPy. Tests with the mark
@@ -196,11 +196,12 @@ class CupyDevice:
     def add_product(
         self, kinds: str, x: Array, y: Array, out: Array, *, alpha: float, beta: float
     ) -> None:
-        """Compute ``out ← beta·out + alpha·x y`` for each matrix of stacks by cuBLAS, in place.
+        """Compute ``out ← beta·out + alpha·x y`` in place for each of ``n`` matrices, by cuBLAS.
 
-        The stacks ``(n, rows, columns)`` are float64, may be blocks of larger matrices, and have
-        adjacent elements in each row. ``kinds`` has a letter for each factor: ``"NT"`` multiplies
-        by the transposed ``y``. A ``beta`` of zero overwrites.
+        ``x``, ``y`` and ``out`` have the shape ``(n, rows, columns)`` and the type float64. They
+        may be blocks of larger matrices, but the elements of a row must be adjacent. ``kinds`` has
+        a letter for each factor: ``"NT"`` multiplies by the transposed ``y``. If ``beta`` is zero,
+        the old values of ``out`` are not read.
         """
         # cuBLAS reads rows as columns, and therefore computes the transposed product.
         inner = x.shape[1] if kinds[0] == "T" else x.shape[2]

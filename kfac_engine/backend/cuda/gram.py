@@ -1,4 +1,4 @@
-"""Gram matrices and squared gradients of patches and of groups of channels, by CUDA kernels."""
+"""Computes Gram matrices and squared gradients of patches and channel groups by CUDA kernels."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""Inverse roots on a GPU by Newton's coupled iteration, which only multiplies.
+"""Computes inverse roots on a GPU by Newton's coupled iteration, which only multiplies.
 
 On devices where products are fast, the iteration is faster than eigenvectors. It runs in float64.
 Its residual then falls below the rounding of float32 at any useful condition. In float32, an error

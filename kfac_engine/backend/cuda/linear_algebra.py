@@ -1,4 +1,4 @@
-"""Batched linear algebra on a GPU: inverses, Cholesky factors, eigenvectors and roots."""
+"""Inverts, factors and diagonalizes many matrices at once on a GPU."""
 
 import logging
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -78,7 +78,8 @@ class CupyLinearAlgebra:
             if not error <= _EIGEN_ROUNDING * len(matrix):
                 raise BackendError(
                     f"the eigenvectors of a {matrix.shape} matrix have an error of {error:.2g} "
-                    f"times its largest entry; an inverse (exponent -1) needs no eigenvectors."
+                    f"times its largest entry; use the exponent -1, which is computed without "
+                    f"eigenvectors."
                 )
             pairs.append(pair)
         parts = iter(pairs)

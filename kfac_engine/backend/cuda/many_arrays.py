@@ -1,4 +1,4 @@
-"""Operations on many small arrays of a device, each in one launch of a kernel.
+"""Computes with many small arrays of a device in one kernel launch per operation.
 
 A launch takes the host as long as a device needs for some million multiplications. The parameters
 of a small network are therefore multiplied and added together, whatever their shapes.

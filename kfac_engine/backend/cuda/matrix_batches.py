@@ -1,4 +1,4 @@
-"""Operations on stacks of matrices on a GPU, with one read of the device for all of them.
+"""Computes with stacks of matrices on a GPU, and reads the device once for all of them.
 
 Each operation converts its matrices to float64, as on a CPU. The host needs facts about each
 matrix: whether it is finite, its trace, and whether its factorisation succeeded. The device

@@ -1,4 +1,4 @@
-"""The memory of a GPU, with a stream for ONNX Runtime.
+"""Allocates memory on a GPU, with a stream for ONNX Runtime.
 
 CuPy's default stream has no address that ONNX Runtime accepts, so ONNX Runtime uses a second
 stream. Events on the device order the two streams.

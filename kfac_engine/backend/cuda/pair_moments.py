@@ -1,4 +1,4 @@
-"""Gram matrices of patches on tensor cores, of several layers at once (``pair_products.cu``).
+"""Computes Gram matrices of patches of several layers on tensor cores (``pair_products.cu``).
 
 The layers of a group share their launches. A call to the device takes as much of the host as the
 products of a small layer take of the device, and small layers fill the device together.

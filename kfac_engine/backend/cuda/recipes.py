@@ -1,4 +1,4 @@
-"""The products of tiles that compute Gram matrices of patches: which, and over which positions.
+"""Selects the tile products, and their positions, that compute Gram matrices of patches.
 
 The lower triangle of ``Σ z zᵀ`` consists of tiles of features. There are two plans:
 

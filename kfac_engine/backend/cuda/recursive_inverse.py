@@ -1,4 +1,4 @@
-"""Inverses of stacks of positive definite matrices on a GPU, by products of blocks.
+"""Inverts stacks of positive definite matrices on a GPU, by products of blocks.
 
 In 2 × 2 blocks, with ``P`` above and ``S`` below on the diagonal and ``B`` below ``P``:
 

@@ -1,1 +1,1 @@
-"""Curvature blocks: the Fisher matrix of one layer, approximated."""
+"""Approximates the Fisher matrix of each layer by a curvature block."""

@@ -1,4 +1,4 @@
-"""The base class of blocks: products with the Fisher matrix of a layer, which is never formed."""
+"""Defines the base class of blocks, which multiply by the Fisher matrix without forming it."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence

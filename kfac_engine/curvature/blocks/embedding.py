@@ -1,4 +1,4 @@
-"""Kronecker blocks of embeddings: ``F ≈ u·t · diag(A) ⊗ G``, multiplying dense vectors or rows.
+"""Multiplies by embedding blocks ``F ≈ u·t · diag(A) ⊗ G``, for dense vectors or rows.
 
 ``A`` is the fraction of rows that contain each token id, ``G`` the second moment of the output
 gradients. The gradient of an embedding is nonzero only in the rows of the token ids of a batch. A

@@ -1,4 +1,4 @@
-"""Blocks of convolutions in groups: one block for each group, computed together.
+"""Computes the blocks of a grouped convolution together, with one block for each group.
 
 ``F ≈ ⊕_g t · A_g ⊗ G_g``: each group is a convolution, and the parameters of different groups are
 assumed to be uncorrelated. Each group splits its damping by the traces of its own factors. The

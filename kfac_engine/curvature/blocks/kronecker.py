@@ -1,4 +1,4 @@
-"""Kronecker-factored blocks: ``F ≈ c · A ⊗ G``.
+"""Defines Kronecker-factored blocks: ``F ≈ c · A ⊗ G``.
 
 ``A`` is the second moment of the inputs of a layer, and ``G`` the second moment of its output
 gradients. Both are means over uses, examples and positions. ``c`` is the mean number of uses ×

@@ -1,4 +1,4 @@
-"""Blocks of layers used at successive steps, with the correlation between steps.
+"""Defines blocks of layers used at successive steps, with correlations between the steps.
 
 Source: Martens, Ba & Johnson 2018, section 3.5; the algebra is in ``curvature.linalg.lags``.
 """

@@ -1,4 +1,4 @@
-"""Blocks with a single factor: a full matrix or a diagonal, possibly in an eigenbasis (EKFAC).
+"""Defines blocks with one factor: a full matrix, or a diagonal, also in an eigenbasis (EKFAC).
 
 The blocks of parameters that scale and shift the data, as in normalisation layers, are here, too.
 """
@@ -389,8 +389,9 @@ class ScaleShiftFB(SingleFactorFB):
         counts = len(uses(inputs)), len(uses(outputs))
         if counts[0] != (counts[1] if self.form.scale else 0):
             raise RegistrationError(
-                f"the block of {self.params} takes an input for each of {counts[1]} output(s) of a "
-                f"scale, and none without a scale; got {counts[0]}."
+                f"the block of {self.params} has {counts[1]} output(s) and {counts[0]} input(s); a "
+                f"block with a scale needs one input for each output, and a block without a scale "
+                f"must not have inputs."
             )
         super().add_part(inputs, outputs)
 

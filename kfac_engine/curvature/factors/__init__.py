@@ -1,1 +1,1 @@
-"""Statistics with moving averages: what curvature blocks are made of."""
+"""Measures the statistics of curvature blocks, and averages them over batches."""

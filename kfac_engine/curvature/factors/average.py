@@ -1,4 +1,4 @@
-"""Moving averages of statistics, updated in place."""
+"""Updates the moving averages of statistics in place."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Factors: the moving average of a statistic, its measurements on batches, and powers of it.
+"""Defines factors, which average a statistic over batches and compute powers of the average.
 
 Life cycle of a factor: construct, register powers, ``update`` by each batch, ``refresh`` the
 powers, multiply.

@@ -1,4 +1,4 @@
-"""Factors that are symmetric matrices, with their inverses, powers and Cholesky factors."""
+"""Defines factors that are symmetric matrices, with inverses, powers and Cholesky factors."""
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from math import prod

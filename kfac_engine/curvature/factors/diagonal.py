@@ -1,4 +1,4 @@
-"""Factors that are diagonal matrices, stored as a number for each parameter."""
+"""Defines factors that are diagonal matrices, stored as one number for each parameter."""
 
 import numpy as np
 

@@ -1,4 +1,4 @@
-"""Factors of wide sides: matrices of which only blocks on the diagonal are measured and inverted.
+"""Defines factors that measure and invert only the diagonal blocks of a large matrix.
 
 A matrix of more than ``LARGEST_BLOCK`` rows is divided into the least number of blocks with at most
 ``LARGEST_PART`` rows. All blocks have equal numbers of rows; the last one is filled up with zeros.

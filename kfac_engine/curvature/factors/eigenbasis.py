@@ -1,4 +1,4 @@
-"""Diagonals in the eigenbasis of a Kronecker product: the factor of EKFAC.
+"""Defines the factor of EKFAC: a diagonal in the eigenbasis of a Kronecker product.
 
 With ``A = U_A Λ_A U_Aᵀ`` and ``G = U_G Λ_G U_Gᵀ``, ``A ⊗ G`` has the eigenvectors ``U_A ⊗ U_G``.
 EKFAC uses these eigenvectors, and replaces the eigenvalues by the mean of squared per-example

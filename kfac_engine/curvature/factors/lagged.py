@@ -1,4 +1,4 @@
-"""Factors of layers used at successive steps: moments of one use and of two successive uses."""
+"""Defines factors of layers used at successive steps, with moments of one and of two uses."""
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace

@@ -1,4 +1,4 @@
-"""Measurements: means of a statistic over a batch, with the counts that they are means over.
+"""Combines measurements: the means of a statistic over a batch, with their counts.
 
 Parts of a batch, and shards of several processes, are joined by one rule: the counts add up, and
 the mean of the whole is the mean of the parts, each with the weight of its count.

@@ -1,4 +1,4 @@
-"""``FactorOwner``: the factors of a model, which its blocks create and share."""
+"""Defines ``FactorOwner``, which stores the factors that a model's blocks create and share."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, TypeVar

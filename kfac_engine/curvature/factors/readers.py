@@ -1,4 +1,4 @@
-"""Measures batches for several factors: into new arrays, or straight into their averages.
+"""Measures batches for several factors, into new arrays or directly into the averages.
 
 Values are released as soon as every factor that reads them has measured them.
 """

@@ -1,4 +1,4 @@
-"""Requests of a refresh: the inverses and powers that factors store, computed for many at once.
+"""Computes the inverses and powers that many factors request in one refresh.
 
 A factor returns a ``RefreshTask``: requests for inverses and powers of its average, and a function
 that stores the results. Requests of one operation are computed together for all factors, so that a

@@ -1,4 +1,4 @@
-"""How much each row of a layer counts in a factor of its inputs.
+"""Weights the rows of a layer in the factor of the layer's inputs.
 
 The rows of an example have the weight of the example: the mean weight of its predictions that
 count, and 0 if none counts. If some of its predictions do not count, such as predictions at

@@ -1,4 +1,4 @@
-"""Second moments of a random subset of the patches of a convolution."""
+"""Estimates second moments from a random subset of a convolution's patches."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace

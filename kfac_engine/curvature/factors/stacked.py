@@ -1,4 +1,4 @@
-"""Stacks of small symmetric matrices, one for each group of channels, inverted together."""
+"""Defines stacks of small symmetric matrices, one for each channel group, inverted together."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Statistics: formulas that factors measure on the named values of a batch.
+"""Defines the statistics that factors measure on the named values of a batch.
 
 A statistic stores the names of the tensors that it reads as ``tensors[source][part]``, each a
 tuple over uses. It adds its measurement to an array in place, the sum over sources of the mean over
@@ -754,7 +754,7 @@ class ScaleShiftMoment(LayerPairs):
 
 @dataclass(frozen=True, slots=True)
 class ScaleShiftSquare(ScaleShiftMoment):
-    """Mean over examples of ``v²``."""
+    """Average the squared gradient ``v²`` of a scale and a shift over the examples."""
 
     def shape(self, values: Values) -> tuple[int, ...]:
         return (self.entries(values),)

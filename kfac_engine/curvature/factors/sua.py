@@ -1,4 +1,4 @@
-"""The input factor of a convolution whose activations are uncorrelated between pixels (SUA).
+"""Defines the input factor of a convolution whose pixels are uncorrelated (SUA).
 
 Single pixels determine the second moment of a patch. With ``κ`` taps, and the mean ``μ`` and the
 covariance ``C`` of a pixel, it is

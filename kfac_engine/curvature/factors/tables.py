@@ -1,4 +1,4 @@
-"""Factors of tables, whose rows embeddings select by token ids and products read as features.
+"""Defines factors of tables that embeddings read by token id and products read as features.
 
 The input factor of an embedding is the diagonal of the frequencies of token ids. A table that
 products read as well has two factors.

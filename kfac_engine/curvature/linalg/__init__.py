@@ -1,1 +1,1 @@
-"""Pure linear algebra on a backend: patch covariances, inverses and powers, Kronecker products."""
+"""Computes patch covariances, inverses, powers and Kronecker products with a backend."""

@@ -1,4 +1,4 @@
-"""Products with ``A ⊗ G`` that never form it, and the split of its damping.
+"""Multiplies by ``A ⊗ G`` without forming it, and splits the damping between A and G.
 
 A gradient of a layer is a matrix ``V``, ``(d_in, d_out)``, flattened row by row. Entry
 ``[i·d_out + o, j·d_out + p]`` of ``A ⊗ G`` is ``A[i, j]·G[o, p]``.

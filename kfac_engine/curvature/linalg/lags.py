@@ -1,4 +1,4 @@
-"""Kronecker blocks of stationary sequences: sums over lags of ``A_d ⊗ G_d``, and their inverses.
+"""Inverts Kronecker blocks of stationary sequences, which are sums over lags of ``A_d ⊗ G_d``.
 
 The block of a layer used at ``u`` successive steps, whose moments depend on the lag only, is
 

@@ -1,4 +1,4 @@
-"""Powers of symmetric positive semi-definite matrices through their eigenvalues."""
+"""Computes powers of symmetric positive semi-definite matrices from their eigenvalues."""
 
 import numpy as np
 import numpy.typing as npt

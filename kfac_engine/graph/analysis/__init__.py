@@ -1,1 +1,1 @@
-"""Properties of a canonical graph: parameters, ties, dependencies."""
+"""Determines the parameters, ties and dependencies of a canonical graph."""

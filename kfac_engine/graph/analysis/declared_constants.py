@@ -1,4 +1,4 @@
-"""Reads which constants are no parameters from what exporters write into a file.
+"""Reads from a file which constants its exporter declares not to be parameters.
 
 The newer exporter of PyTorch writes the kind of each tensor of a module: a parameter, a buffer, or
 a constant of its code. With ``optimize``, it also writes the constants from which it has computed

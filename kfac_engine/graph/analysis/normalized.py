@@ -1,4 +1,4 @@
-"""Builds a normalization without scale and shift, whose result the gradient of the scale needs."""
+"""Builds normalizations without scale and shift, whose results the scale's gradient needs."""
 
 from collections.abc import Mapping
 from dataclasses import replace

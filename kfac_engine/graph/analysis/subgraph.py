@@ -1,4 +1,4 @@
-"""Determines ancestors and descendants of values of a graph."""
+"""Determines the ancestors and descendants of a graph's values."""
 
 from collections.abc import Container, Iterable, Mapping
 

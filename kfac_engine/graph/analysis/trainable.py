@@ -145,7 +145,8 @@ def matching(
 ) -> list[str]:
     """Return the names that match at least one name or ``fnmatch`` pattern, in their order.
 
-    A pattern that matches no name raises UnknownNameError, which calls the names ``what``.
+    A pattern that matches no name raises an UnknownNameError, whose message uses ``what`` as the
+    word for a name.
     """
     selected: set[str] = set()
     for pattern in [patterns] if isinstance(patterns, str) else patterns:

@@ -1,1 +1,1 @@
-"""Edits of a model in its own form: another head, adapters, and adapters folded into weights."""
+"""Edits a model and keeps the form of its file: replaces heads, adds and merges adapters."""

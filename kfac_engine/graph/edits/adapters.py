@@ -1,4 +1,4 @@
-"""``add_adapters`` and ``merge_adapters``: low-rank updates of weights, and their sums with them.
+"""Adds low-rank updates to weights (``add_adapters``), and merges them (``merge_adapters``).
 
 An adapter adds ``(alpha / rank) · x A B`` to a product ``x W``. ``B`` is zero at first, so the
 adapter changes nothing until it is trained. Products that share a weight share its adapter.

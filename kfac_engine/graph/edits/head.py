@@ -1,4 +1,4 @@
-"""``replace_head``: the last dense layer of a file with new weights, for other classes.
+"""Replaces a model's last dense layer, for other classes (``replace_head``).
 
 Operators after the head remain if they compute the same of another number of outputs.
 """

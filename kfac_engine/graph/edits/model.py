@@ -1,4 +1,4 @@
-"""A model that is edited in the form of its file: operator sets, names and element types remain.
+"""Edits a model and keeps the operator sets, names and element types of its file.
 
 The message has no data of initializers; ``constants`` has them, mapped where they are external.
 """

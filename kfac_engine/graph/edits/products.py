@@ -1,4 +1,4 @@
-"""Finds the products with weights in a file, in the spellings of exporters and of ONNX Runtime.
+"""Finds the products with weights in a file, as exporters and ONNX Runtime write them.
 
 A weight may be read through Identity, Cast, Transpose and DequantizeLinear, and a bias may be an
 operand or an Add after the product.

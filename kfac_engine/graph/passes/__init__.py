@@ -1,1 +1,1 @@
-"""Rewrites of a model file into the canonical graph."""
+"""Rewrites a model file into the canonical graph."""

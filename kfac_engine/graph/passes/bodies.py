@@ -1,4 +1,4 @@
-"""Reads and rewrites the bodies of If, Loop and Scan, and replaces an If that is constant."""
+"""Rewrites the bodies of If, Loop and Scan, and replaces an If with a constant condition."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping

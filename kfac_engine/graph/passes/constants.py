@@ -1,4 +1,4 @@
-"""Moves constants that a file writes as nodes to the constants of the graph; separates shared ones.
+"""Moves constants from nodes of the file to the graph's constants; separates shared constants.
 
 Exporters write equal constants once. In an untrained normalization, scale and running variance are
 ones, and shift and running mean are zeros. One array may then be a weight and a statistic, or the

@@ -1,4 +1,4 @@
-"""Converts normalizations and dropouts from the form of inference to the form of training."""
+"""Converts normalizations and dropouts from the inference form to the training form."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace

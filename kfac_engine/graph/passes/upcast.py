@@ -1,4 +1,4 @@
-"""Converts float16 and bfloat16 values of a model to float32.
+"""Converts a model's float16 and bfloat16 values to float32.
 
 A machine without kernels for half types can then execute any model, and sums are more accurate. The
 types of the file are returned, so that results can be converted to them; or casts are added between

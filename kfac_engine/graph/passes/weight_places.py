@@ -1,4 +1,4 @@
-"""Computes the places of slices of weights from sizes that every batch has.
+"""Computes the positions of weight slices from sizes that are equal in every batch.
 
 PyTorch writes the gates of a recurrent weight as slices, whose bounds are multiples of the size of
 a hidden state. Shape inference finds this size, so that the bounds are constants.

@@ -1,1 +1,1 @@
-"""Graph rewrites and sessions for a faster evaluation on a CPU."""
+"""Rewrites graphs and runs sessions for faster evaluation on a CPU."""

@@ -1,4 +1,4 @@
-"""The table of graph passes for a CPU, which reduce the time or the memory of a session.
+"""Lists the graph passes that reduce a session's time or memory on a CPU.
 
 A model runs any subset of the passes, with the same results. A pass that saves time must save 5 %
 of a step; docs/performance.md lists the measured ratios.

@@ -1,4 +1,4 @@
-"""Converts convolutions to the blocked layout of ONNX Runtime, which has its fastest kernels.
+"""Converts convolutions to the blocked layout of ONNX Runtime's fastest kernels.
 
 In the blocked layout, an image ``(n, c, *pixels)`` has shape ``(n, c / block, *pixels, block)``, so
 that a vector register contains channels of one pixel. ONNX Runtime converts convolutions with

@@ -1,1 +1,1 @@
-"""Callbacks of `fit`: early stop, best weights, averages of weights, and TensorBoard."""
+"""Provides callbacks of `fit`: early stop, best weights, weight averages and TensorBoard."""

@@ -1,4 +1,4 @@
-"""Callbacks that compare validations: early stop, and the weights of the best validation."""
+"""Compares validations, to stop early or to return the weights of the best validation."""
 
 from collections.abc import Sequence
 from dataclasses import replace

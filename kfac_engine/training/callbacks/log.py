@@ -1,4 +1,4 @@
-"""The log of a run: a file of JSON lines."""
+"""Writes the log of a run to a file of JSON lines."""
 
 import json
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""The progress of a run on stderr: a bar on a terminal, and lines elsewhere."""
+"""Shows a run's progress on stderr: a bar on a terminal, and lines elsewhere."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

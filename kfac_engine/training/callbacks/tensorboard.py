@@ -1,4 +1,4 @@
-"""Event files of TensorBoard, written by the library tensorboardX."""
+"""Writes TensorBoard's event files with the library tensorboardX."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path

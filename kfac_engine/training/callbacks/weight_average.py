@@ -1,4 +1,4 @@
-"""Averages of the weights over the steps of a run."""
+"""Averages the weights over the steps of a run."""
 
 from collections.abc import Sequence
 from typing import TypeAlias

@@ -214,7 +214,7 @@ def test_other_mistakes_are_named():
 
 def test_mistakes_about_uses_and_axes_are_named():
     collection = ke.LayerCollection(graph={"g": (3,), "b": (3,), "s": (4, 3)})
-    with pytest.raises(ke.RegistrationError, match=r"an input for each of 2 output\(s\)"):
+    with pytest.raises(ke.RegistrationError, match=r"has 2 output\(s\) and 1 input\(s\)"):
         collection.register_scale_and_shift("g", "x", ("s0", "s1"))
     with pytest.raises(ke.RegistrationError, match="1 parameter"):
         collection.register("shift", ("g", "b"), shift_by((3,)), (), "s")
