@@ -36,29 +36,21 @@ RESNET50 = (
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A computation that several contenders run, with its sizes and tolerances.
+    """A computation that several contenders run, with its sizes and tolerances."""
 
-    Attributes:
-        operation: Name of the function of every contender.
-        name: Sizes as text, for the table.
-        sizes: Arguments of the function.
-        multiplications: Multiplications of the definition, for a rate; 0 if undefined.
-        traffic: Bytes that every algorithm reads or writes at least once.
-        tolerance: Largest accepted difference from the definition, relative to its largest entry.
-        tolerances: Parts of the result with another tolerance.
-        turn: Kind of each run of a contender's turn. It starts with the second run of all; the
-            first run is only checked.
-        shares: Frequency of each kind in training, as a share of all runs.
-    """
-
-    operation: str
-    name: str
-    sizes: Mapping[str, Any] = field(repr=False)
-    multiplications: float = 0.0
-    traffic: float = 0.0
+    operation: str  # name of the function of every contender
+    name: str  # sizes as text, for the table
+    sizes: Mapping[str, Any] = field(repr=False)  # arguments of the function
+    multiplications: float = 0.0  # multiplications of the definition, for a rate; 0 if undefined
+    traffic: float = 0.0  # bytes that every algorithm reads or writes at least once
+    # Largest accepted difference from the definition, relative to its largest entry.
     tolerance: float = 2e-5
+    # Parts of the result with another tolerance.
     tolerances: Mapping[str, float] = field(default_factory=dict, repr=False)
+    # Kind of each run of a contender's turn. It starts with the second run of all; the first run is
+    # only checked.
     turn: tuple[str, ...] = (_ALL,)
+    # Frequency of each kind in training, as a share of all runs.
     shares: Mapping[str, float] = field(default_factory=lambda: {_ALL: 1.0}, repr=False)
 
 

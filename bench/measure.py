@@ -30,39 +30,28 @@ DISTURBING_SHARE = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Measurement of one contender on one job.
+    """Measurement of one contender on one job."""
 
-    Attributes:
-        case: Name of the job.
-        contender: Name of the contender.
-        seconds: Wall times; for steps, the times of each kind, weighted by its frequency.
-        cpu_seconds: Mean CPU time of all threads. Other processes hardly change it for one thread;
-            several threads may wait by spinning, which counts.
-        ratio: Median of this package divided by the median of the contender.
-        errors: Part of the result to its largest difference from the definition relative to the
-            largest entry.
-        rate: Multiplications of the definition a second; 0 if their number is undefined.
-        fraction: Least time of the job divided by its time; more than 1 for algorithms with fewer
-            multiplications than the definition. 0 if their number is undefined.
-        peak_bytes: Largest increase of the memory during a run. Mostly that of the first run, which
-            may compile and allocate.
-        others: CPU time of other processes while this ran, as a share of the wall time.
-        switches: Number of involuntary context switches of a run.
-        runs: Number of timed runs.
-    """
-
-    case: str
-    contender: str
-    seconds: Spread
+    case: str  # name of the job
+    contender: str  # name of the contender
+    seconds: Spread  # wall times; for steps, the times of each kind, weighted by its frequency
+    # Mean CPU time of all threads. Other processes hardly change it for one thread; several threads
+    # may wait by spinning, which counts.
     cpu_seconds: float
-    ratio: float
+    ratio: float  # median of this package divided by the median of the contender
+    # Part of the result to its largest difference from the definition relative to the largest
+    # entry.
     errors: Mapping[str, float]
-    rate: float
+    rate: float  # multiplications of the definition a second; 0 if their number is undefined
+    # Least time of the job divided by its time; more than 1 for algorithms with fewer
+    # multiplications than the definition. 0 if their number is undefined.
     fraction: float
+    # Largest increase of the memory during a run. Mostly that of the first run, which may compile
+    # and allocate.
     peak_bytes: int
-    others: float
-    switches: float
-    runs: int
+    others: float  # CPU time of other processes while this ran, as a share of the wall time
+    switches: float  # number of involuntary context switches of a run
+    runs: int  # number of timed runs
 
     @property
     def disturbed(self) -> bool:

@@ -50,29 +50,19 @@ _ON_REQUEST = ("gpu", "models", "train")
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """Options of a run besides the names of the suites.
+    """Options of a run besides the names of the suites."""
 
-    Attributes:
-        compare: Names of peers; they must be installed.
-        threads: Number of threads of each contender; None for the number of usable cores.
-        repeats: Number of rounds of each job; None for as many as fit into the time.
-        profile: Whether the suite ``step`` also prints the time of each stage.
-        plot: Folder for a chart of each suite that compares contenders.
-        resume: Whether to skip the suites that the JSON file has already.
-        wide: Whether tables of comparisons have all columns that fit.
-        models: Folder of the suite ``models``.
-        training: Options of the suite ``train``.
-    """
-
-    compare: Sequence[str] = ()
+    compare: Sequence[str] = ()  # names of peers; they must be installed
+    # Number of threads of each contender; None for the number of usable cores.
     threads: int | None = None
+    # Number of rounds of each job; None for as many as fit into the time.
     repeats: int | None = None
-    profile: bool = False
-    plot: str | Path | None = None
-    resume: bool = False
-    wide: bool = False
-    models: Path | None = None
-    training: TrainingOptions = TRAINING_DEFAULTS
+    profile: bool = False  # whether the suite ``step`` also prints the time of each stage
+    plot: str | Path | None = None  # folder for a chart of each suite that compares contenders
+    resume: bool = False  # whether to skip the suites that the JSON file has already
+    wide: bool = False  # whether tables of comparisons have all columns that fit
+    models: Path | None = None  # folder of the suite ``models``
+    training: TrainingOptions = TRAINING_DEFAULTS  # options of the suite ``train``
 
 
 DEFAULTS = Options()

@@ -17,15 +17,10 @@ _ROUNDS = 5
 
 @dataclass(frozen=True, slots=True)
 class StageRow:
-    """A stage of a step that updates factors and inverses.
+    """A stage of a step that updates factors and inverses."""
 
-    Attributes:
-        network: Name of the network.
-        stage: Median time and largest memory over the steps.
-    """
-
-    network: str
-    stage: Stage
+    network: str  # name of the network
+    stage: Stage  # median time and largest memory over the steps
 
 
 def run_stages(console: Console, threads: int) -> list[StageRow]:

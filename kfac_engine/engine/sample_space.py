@@ -48,20 +48,14 @@ class Rows:
     A row of a sample of m among n examples is multiplied by ``√(n / m)``, so that ``RᵀR`` is the
     Fisher matrix on average. Vectors over the parameters are ``(P,)`` in float64, in the order of
     ``SampleSpace.flat``.
-
-    Attributes:
-        matrix: The rows, with their columns in the order of the layers.
-        places: The column of the parameters of ``flat`` that each column of ``matrix`` is.
-        size: Number of parameters P; those that no layer reads have no column.
-        numbers: Numbers of the rows in the sample space, ``(m,)``, ascending.
-        scales: The factor of each row, ``(m,)``.
     """
 
-    matrix: NDArray[np.float64]
+    matrix: NDArray[np.float64]  # the rows, with their columns in the order of the layers
+    # The column of the parameters of ``flat`` that each column of ``matrix`` is.
     places: NDArray[np.intp]
-    size: int
-    numbers: NDArray[np.intp]
-    scales: NDArray[np.float64]
+    size: int  # number of parameters P; those that no layer reads have no column
+    numbers: NDArray[np.intp]  # numbers of the rows in the sample space, ``(m,)``, ascending
+    scales: NDArray[np.float64]  # the factor of each row, ``(m,)``
 
     def image(self, flat: NDArray[np.float64]) -> NDArray[np.float64]:
         """Return ``R v``, ``(m,)``."""

@@ -93,27 +93,16 @@ def flags(*sides: int | str) -> Operand:
 
 @dataclass(frozen=True)
 class Case:
-    """One operator on given operands.
+    """One operator on given operands."""
 
-    Attributes:
-        op: The operator.
-        label: What is special about the case.
-        operands: None for an optional one that is left out.
-        attributes: Attributes of the node.
-        outputs: Number of results.
-        seen: Results that get a cotangent; all floating-point ones when empty.
-        opset: The oldest operator set that knows the form.
-        newest: The newest one.
-    """
-
-    op: str
-    label: str
-    operands: tuple[Operand | None, ...]
-    attributes: Mapping[str, AttributeValue] = field(default_factory=dict)
-    outputs: int = 1
-    seen: tuple[int, ...] = ()
-    opset: int = 18
-    newest: int = NEWEST
+    op: str  # the operator
+    label: str  # what is special about the case
+    operands: tuple[Operand | None, ...]  # none for an optional one that is left out
+    attributes: Mapping[str, AttributeValue] = field(default_factory=dict)  # attributes of the node
+    outputs: int = 1  # number of results
+    seen: tuple[int, ...] = ()  # results that get a cotangent; all floating-point ones when empty
+    opset: int = 18  # the oldest operator set that knows the form
+    newest: int = NEWEST  # the newest one
 
     def __str__(self) -> str:
         return f"{self.op}-{self.label}"
@@ -174,21 +163,13 @@ def compiled(
 
 @dataclass(frozen=True)
 class Bench:
-    """A graph under test with the facts and the backward graph of one sample run.
+    """A graph under test with the facts and the backward graph of one sample run."""
 
-    Attributes:
-        graph: The forward graph.
-        sample: What the sample run was fed: data inputs and parameters.
-        outputs: Values that are differentiated.
-        wrt: Values that want a gradient.
-        runtime: What evaluates it: "reference" or "ort".
-    """
-
-    graph: Graph
-    sample: Mapping[str, NDArray]
-    outputs: tuple[str, ...]
-    wrt: tuple[str, ...]
-    runtime: str
+    graph: Graph  # the forward graph
+    sample: Mapping[str, NDArray]  # what the sample run was fed: data inputs and parameters
+    outputs: tuple[str, ...]  # values that are differentiated
+    wrt: tuple[str, ...]  # values that want a gradient
+    runtime: str  # what evaluates it: "reference" or "ort"
     # Made once for all sizes of the batch.
     _evaluators: dict[tuple[Hashable, ...], Evaluator] = field(default_factory=dict)
 

@@ -14,19 +14,12 @@ _COLUMNS, _LINES = 400, 600
 
 @dataclass(frozen=True)
 class Screen:
-    """The lines that a command prints.
+    """The lines that a command prints."""
 
-    Attributes:
-        lines: Lines without trailing blanks.
-        colours: For each line, the colours of its characters but the default.
-        width: Width of the terminal.
-        printed: All that the command prints, with what it erases later.
-    """
-
-    lines: list[str]
-    colours: list[set[str]]
-    width: int
-    printed: str
+    lines: list[str]  # lines without trailing blanks
+    colours: list[set[str]]  # for each line, the colours of its characters but the default
+    width: int  # width of the terminal
+    printed: str  # all that the command prints, with what it erases later
 
     @property
     def widest(self):

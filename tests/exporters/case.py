@@ -13,30 +13,20 @@ EXPORTERS = ("legacy", "dynamo")
 
 @dataclass(frozen=True)
 class Case:
-    """A module with inputs for any batch size.
+    """A module with inputs for any batch size."""
 
-    Attributes:
-        name: Unique in the corpus.
-        module: Builds it; called with a fixed seed.
-        inputs: Batch size to inputs, drawn from torch's generator.
-        loss: ``"normal"`` or ``"categorical"``, on the first output and its last axis.
-        training: Exported, and differentiated, in training mode.
-        folded: Exported as the exporter likes, which may fold constants; otherwise unoptimised.
-        static: The batch size is part of the exported model.
-        exporters: Those that can write it.
-        refused: Exporter to words of the error, where the engine refuses the model.
-        constant: Parameters that the exporter turns into something else, as patterns.
-    """
-
-    name: str
-    module: Callable[[], nn.Module]
-    inputs: Inputs
-    loss: str = "normal"
-    training: bool = False
+    name: str  # unique in the corpus
+    module: Callable[[], nn.Module]  # builds it; called with a fixed seed
+    inputs: Inputs  # batch size to inputs, drawn from torch's generator
+    loss: str = "normal"  # ``"normal"`` or ``"categorical"``, on the first output and its last axis
+    training: bool = False  # exported, and differentiated, in training mode
+    # Exported as the exporter likes, which may fold constants; otherwise unoptimised.
     folded: bool = True
-    static: bool = False
-    exporters: tuple[str, ...] = EXPORTERS
+    static: bool = False  # the batch size is part of the exported model
+    exporters: tuple[str, ...] = EXPORTERS  # those that can write it
+    # Exporter to words of the error, where the engine refuses the model.
     refused: Mapping[str, str] = field(default_factory=dict)
+    # Parameters that the exporter turns into something else, as patterns.
     constant: tuple[str, ...] = ()
 
 

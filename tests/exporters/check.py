@@ -25,21 +25,15 @@ FLOOR = 1e-3
 
 @dataclass
 class Finding:
-    """What one exported model gave.
+    """What one exported model gave."""
 
-    Attributes:
-        worst: Largest relative error of a gradient.
-        folded: Parameters that the file does not hold.
-        strange: Trainable weights of the file that are no parameters.
-        kinds: Kind of block to number of weights in the file.
-        wrong: What is not as it should be, in words.
-    """
-
-    worst: float = 0.0
-    folded: list[str] = field(default_factory=list)
+    worst: float = 0.0  # largest relative error of a gradient
+    folded: list[str] = field(default_factory=list)  # parameters that the file does not hold
+    # Trainable weights of the file that are no parameters.
     strange: list[str] = field(default_factory=list)
+    # Kind of block to number of weights in the file.
     kinds: dict[str, int] = field(default_factory=dict)
-    wrong: list[str] = field(default_factory=list)
+    wrong: list[str] = field(default_factory=list)  # what is not as it should be, in words
 
 
 def checked(case: Case, module: nn.Module, path: Path) -> Finding:

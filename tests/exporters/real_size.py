@@ -31,19 +31,12 @@ EXPORTED = 3
 
 @dataclass(frozen=True)
 class Network:
-    """A network, its sizes, and its batches.
+    """A network, its sizes, and its batches."""
 
-    Attributes:
-        build: Returns the module, from the sizes of one column.
-        batch: Returns a batch of some examples, from the same sizes.
-        sizes: Size to keyword arguments of both.
-        examples: Number of examples of a batch.
-    """
-
-    build: Callable[..., nn.Module]
-    batch: Callable[..., Batch]
-    sizes: Mapping[str, Mapping[str, Any]]
-    examples: int
+    build: Callable[..., nn.Module]  # returns the module, from the sizes of one column
+    batch: Callable[..., Batch]  # returns a batch of some examples, from the same sizes
+    sizes: Mapping[str, Mapping[str, Any]]  # size to keyword arguments of both
+    examples: int  # number of examples of a batch
 
 
 def logits_of(kind: type[nn.Module]) -> type[nn.Module]:

@@ -12,23 +12,14 @@ PACKAGES = ("torch", "transformers", "scikit-learn", "skl2onnx", "onnx", "onnxru
 
 @dataclass(frozen=True)
 class Row:
-    """One exported model.
+    """One exported model."""
 
-    Attributes:
-        family: Of the corpus.
-        exporter: That wrote it.
-        name: Of the case.
-        outcome: ``"passed"``, ``"refused"`` or ``"failed"``.
-        worst: Largest relative error of a gradient.
-        reason: Why it was refused.
-    """
-
-    family: str
-    exporter: str
-    name: str
-    outcome: str
-    worst: float
-    reason: str
+    family: str  # of the corpus
+    exporter: str  # that wrote it
+    name: str  # of the case
+    outcome: str  # ``"passed"``, ``"refused"`` or ``"failed"``
+    worst: float  # largest relative error of a gradient
+    reason: str  # why it was refused
 
 
 def table(rows: Sequence[Row]) -> str:

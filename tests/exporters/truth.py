@@ -63,17 +63,12 @@ LOSSES = {"normal": _normal, "categorical": _categorical}
 
 @dataclass(frozen=True)
 class Provenance:
-    """Which element of which parameter an element of a file's weights came from.
+    """Which element of which parameter an element of a file's weights came from."""
 
-    Attributes:
-        values: All parameter elements, sorted; they are distinct.
-        position: Of each in ``values``, its place in the parameters laid end to end.
-        shapes: Parameter name to shape, in that order.
-    """
-
-    values: NDArray[np.float32]
+    values: NDArray[np.float32]  # all parameter elements, sorted; they are distinct
+    # Of each in ``values``, its place in the parameters laid end to end.
     position: NDArray[np.int64]
-    shapes: dict[str, tuple[int, ...]]
+    shapes: dict[str, tuple[int, ...]]  # parameter name to shape, in that order
 
     @classmethod
     def of(cls, module: nn.Module) -> "Provenance":

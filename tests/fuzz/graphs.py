@@ -18,18 +18,13 @@ MOST_NUMBERS = 200  # of an example, in any value
 
 @dataclass
 class Draft:
-    """A graph in the making.
+    """A graph in the making."""
 
-    Attributes:
-        rng: Decides everything.
-        values: Data values and their sides.
-        nodes: So far.
-        constants: Parameters and other initializers.
-    """
-
-    rng: np.random.Generator
+    rng: np.random.Generator  # decides everything
+    # Data values and their sides.
     values: dict[str, Sides] = field(default_factory=lambda: {"x": (4, 6)})
-    nodes: list[onnx.NodeProto] = field(default_factory=list)
+    nodes: list[onnx.NodeProto] = field(default_factory=list)  # so far
+    # Parameters and other initializers.
     constants: dict[str, np.ndarray] = field(default_factory=dict)
 
     def pick(self, wanted: Callable[[Sides], bool] = lambda sides: True) -> str | None:

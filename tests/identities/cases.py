@@ -49,33 +49,20 @@ class Batch:
 
 @dataclass(frozen=True)
 class Case:
-    """A model in training.
+    """A model in training."""
 
-    Attributes:
-        seed: It repeats the case.
-        model: The model.
-        axes: Axis of the examples of each input.
-        heads: Losses.
-        batch: Examples.
-        engine_options: Of the engine.
-        optimizer: A row of ``OPTIMIZERS``.
-        mode: Estimation mode of the curvature.
-        lengths: Of the examples of a padded batch; the last two tokens of all of them are padding.
-        fixed_length: Whether the graph needs the number of tokens of the sample inputs.
-        pieces: What the model consists of.
-    """
-
-    seed: int
+    seed: int  # it repeats the case
     model: onnx.ModelProto
-    axes: Mapping[str, int]
-    heads: tuple[Head, ...]
-    batch: Batch
-    engine_options: Mapping[str, Any]
-    optimizer: str
-    mode: str
+    axes: Mapping[str, int]  # axis of the examples of each input
+    heads: tuple[Head, ...]  # losses
+    batch: Batch  # examples
+    engine_options: Mapping[str, Any]  # of the engine
+    optimizer: str  # a row of ``OPTIMIZERS``
+    mode: str  # estimation mode of the curvature
+    # Of the examples of a padded batch; the last two tokens of all of them are padding.
     lengths: tuple[int, ...] = ()
-    fixed_length: bool = False
-    pieces: tuple[str, ...] = ()
+    fixed_length: bool = False  # whether the graph needs the number of tokens of the sample inputs
+    pieces: tuple[str, ...] = ()  # what the model consists of
 
     @property
     def double(self) -> bool:

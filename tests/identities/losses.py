@@ -15,33 +15,20 @@ Array = NDArray[Any]
 
 @dataclass(frozen=True)
 class Head:
-    """A loss on an output of a model.
+    """A loss on an output of a model."""
 
-    Attributes:
-        output: Name of the output.
-        predicted: Name of the value that the loss reads, such as the logits of probabilities.
-        loss: A row of ``LOSSES``.
-        sides: Sides of the output: its axes of positions, and the classes or features.
-        class_axis: Axis of the classes.
-        axis: Axis of the examples, of predictions and targets.
-        flat: Whether the output has positions and examples on one axis.
-        form: What has a weight: "examples", "predictions" or "targets".
-        options: Options of the loss.
-        probabilities: Whether the targets of classes are probabilities.
-        weight: Factor of the loss.
-    """
-
-    output: str
-    predicted: str
-    loss: str
+    output: str  # name of the output
+    predicted: str  # name of the value that the loss reads, such as the logits of probabilities
+    loss: str  # a row of ``LOSSES``
+    # Sides of the output: its axes of positions, and the classes or features.
     sides: tuple[int, ...]
-    class_axis: int = -1
-    axis: int = 0
-    flat: bool = False
-    form: str = "predictions"
-    options: Mapping[str, Any] = field(default_factory=dict)
-    probabilities: bool = False
-    weight: float = 1.0
+    class_axis: int = -1  # axis of the classes
+    axis: int = 0  # axis of the examples, of predictions and targets
+    flat: bool = False  # whether the output has positions and examples on one axis
+    form: str = "predictions"  # what has a weight: "examples", "predictions" or "targets"
+    options: Mapping[str, Any] = field(default_factory=dict)  # options of the loss
+    probabilities: bool = False  # whether the targets of classes are probabilities
+    weight: float = 1.0  # factor of the loss
 
     @property
     def classes(self) -> int:

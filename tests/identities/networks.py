@@ -30,29 +30,17 @@ class Value:
 
 @dataclass
 class Draft:
-    """A network in the making.
+    """A network in the making."""
 
-    Attributes:
-        rng: Decides everything.
-        net: Nodes and weights.
-        time_first: Whether the examples are on the second axis of tokens.
-        padded: Whether a token may not depend on the tokens behind it.
-        inputs: Shapes of the inputs so far.
-        pieces: What was added, for the failure message.
-        length: Number of tokens of the input.
-        of_ids: Whether the input has ids of tokens.
-        fixed_length: Whether the graph needs the number of tokens of the sample inputs.
-    """
-
-    rng: np.random.Generator
-    net: Net
-    time_first: bool = False
-    padded: bool = False
-    inputs: dict[str, list[int | str]] = field(default_factory=dict)
-    pieces: list[str] = field(default_factory=list)
-    length: int = 0
-    of_ids: bool = False
-    fixed_length: bool = False
+    rng: np.random.Generator  # decides everything
+    net: Net  # nodes and weights
+    time_first: bool = False  # whether the examples are on the second axis of tokens
+    padded: bool = False  # whether a token may not depend on the tokens behind it
+    inputs: dict[str, list[int | str]] = field(default_factory=dict)  # shapes of the inputs so far
+    pieces: list[str] = field(default_factory=list)  # what was added, for the failure message
+    length: int = 0  # number of tokens of the input
+    of_ids: bool = False  # whether the input has ids of tokens
+    fixed_length: bool = False  # whether the graph needs the number of tokens of the sample inputs
     _numbers: Iterator[int] = field(default_factory=count)
 
     def chance(self, part: float) -> bool:

@@ -21,21 +21,13 @@ from kfac_engine.losses import (
 
 @dataclass(frozen=True)
 class Case:
-    """A loss on inputs ``z`` (and ``s``) with targets ``t``, and a batch for it.
+    """A loss on inputs ``z`` (and ``s``) with targets ``t``, and a batch for it."""
 
-    Attributes:
-        name: Test id.
-        loss: The loss.
-        shape: Of each input.
-        targets: Makes targets from a generator.
-        positions: Predictions per example.
-    """
-
-    name: str
+    name: str  # test id
     loss: LossFunction
-    shape: tuple[int, ...]
-    targets: Callable[[np.random.Generator], NDArray]
-    positions: int = 1
+    shape: tuple[int, ...]  # of each input
+    targets: Callable[[np.random.Generator], NDArray]  # makes targets from a generator
+    positions: int = 1  # predictions per example
 
     def values(self, dtype: str = "float64") -> dict[str, NDArray]:
         rng = np.random.default_rng(7)

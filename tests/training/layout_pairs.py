@@ -26,22 +26,14 @@ OPTIMIZERS = {
 
 @dataclass(frozen=True)
 class Pair:
-    """Two models of one function.
+    """Two models of one function."""
 
-    Attributes:
-        x: Shape of an input.
-        y: Shape of an output.
-        one: Nodes of the first model, from ``x`` to ``y``, as onnx's parser reads them.
-        weights: Shapes of the weights of the first model.
-        other: Nodes of the second model.
-        rearranged: The weights of the second model from those of the first.
-    """
-
-    x: tuple[int, ...]
-    y: tuple[int, ...]
-    one: str
-    weights: dict[str, tuple[int, ...]]
-    other: str
+    x: tuple[int, ...]  # shape of an input
+    y: tuple[int, ...]  # shape of an output
+    one: str  # nodes of the first model, from ``x`` to ``y``, as onnx's parser reads them
+    weights: dict[str, tuple[int, ...]]  # shapes of the weights of the first model
+    other: str  # nodes of the second model
+    # The weights of the second model from those of the first.
     rearranged: Callable[[dict[str, np.ndarray]], dict[str, np.ndarray]]
 
     @property

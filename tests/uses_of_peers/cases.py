@@ -34,25 +34,15 @@ def settings(loss: str) -> list[tuple[float, float]]:
 
 @dataclass(frozen=True)
 class Case:
-    """A model with its loss, data and queries.
+    """A model with its loss, data and queries."""
 
-    Attributes:
-        model: The model, from ``input`` to ``output``.
-        loss: ``"categorical"`` or ``"normal"``.
-        inputs: ``(24, …)``.
-        targets: Classes, or values ``(24, 3)``.
-        draws: Other targets, as a sampled Fisher draws them.
-        queries: ``(4, …)``.
-        query_targets: Targets of the queries.
-    """
-
-    model: onnx.ModelProto
-    loss: str
-    inputs: np.ndarray
-    targets: np.ndarray
-    draws: np.ndarray
-    queries: np.ndarray
-    query_targets: np.ndarray
+    model: onnx.ModelProto  # the model, from ``input`` to ``output``
+    loss: str  # ``"categorical"`` or ``"normal"``
+    inputs: np.ndarray  # ``(24, …)``
+    targets: np.ndarray  # classes, or values ``(24, 3)``
+    draws: np.ndarray  # other targets, as a sampled Fisher draws them
+    queries: np.ndarray  # ``(4, …)``
+    query_targets: np.ndarray  # targets of the queries
 
     @property
     def parameters(self) -> dict[str, np.ndarray]:

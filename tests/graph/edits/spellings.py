@@ -19,23 +19,14 @@ def softmax(z: np.ndarray, axis: int = -1) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Row:
-    """A file of a body (a dense layer and Tanh to ``h``) and a head.
+    """A file of a body (a dense layer and Tanh to ``h``) and a head."""
 
-    Attributes:
-        nodes: Text of the nodes after ``h``.
-        weights: Shapes of float constants.
-        tail: What follows the head, in NumPy.
-        flipped: Whether the head's weight has its outputs first.
-        whole: Integer constants.
-        old: Number of outputs of the old head.
-    """
-
-    nodes: str
-    weights: dict[str, tuple[int, ...]]
-    tail: Callable[[np.ndarray], np.ndarray] = lambda z: z
-    flipped: bool = False
-    whole: dict[str, np.ndarray] | None = None
-    old: int = OLD
+    nodes: str  # text of the nodes after ``h``
+    weights: dict[str, tuple[int, ...]]  # shapes of float constants
+    tail: Callable[[np.ndarray], np.ndarray] = lambda z: z  # what follows the head, in NumPy
+    flipped: bool = False  # whether the head's weight has its outputs first
+    whole: dict[str, np.ndarray] | None = None  # integer constants
+    old: int = OLD  # number of outputs of the old head
 
     @property
     def model(self) -> onnx.ModelProto:
