@@ -121,7 +121,8 @@ class GaussNewtonUpdate:
                     return move  # no change is left but rounding
                 adapted, ratio = adaptation.adapted(damping, change, trial.predicted, step.l2)
                 if change <= 0:
-                    if trial.iterations == _ITERATIONS:  # weaker damping needs more of them
+                    # Weaker damping has just failed, or needs more iterations.
+                    if damping > step.damping or trial.iterations == _ITERATIONS:
                         adapted = max(adapted, damping)
                     return move._replace(ratio=ratio, following=adapted)
             damping, momentum = following, 0.0
