@@ -91,7 +91,7 @@ class UnknownAttributeError(UnknownNameError, AttributeError):
 
 
 class UnsupportedError(KfacError, NotImplementedError):
-    """A valid request that the engine does not support."""
+    """The engine does not support a valid request."""
 
 
 class UnsupportedOpError(UnsupportedError):
@@ -127,7 +127,7 @@ class DivergenceWarning(UserWarning):
 
 
 class ExportWarning(UserWarning):
-    """An exporter changed the parameters of a module, so that the file trains others."""
+    """An exporter changed a module's parameters, so the file has other parameters to train."""
 
 
 class InferenceFormWarning(UserWarning):

@@ -292,7 +292,7 @@ def loss_options(
     reduction = getattr(loss, "reduction", "mean")
     if reduction == "none":
         raise UnsupportedError(
-            "a loss with reduction='none' is no number; give the loss with the reduction whose "
+            "a loss with reduction='none' is not a number; give the loss with the reduction whose "
             "gradients the module has, 'mean' or 'sum'."
         )
     options: dict[str, Any] = {"reduction": reduction}
@@ -327,8 +327,8 @@ def loss_options(
         kind = MultiBernoulli(ignore_index=None, positive_weights=positive_weights, weight=weight)
         return kind, options
     raise UnsupportedError(
-        f"{type(loss).__name__} is no loss of an engine; pass a name such as 'categorical', a loss "
-        f"object, or one of CrossEntropyLoss, NLLLoss, BCEWithLogitsLoss and MSELoss."
+        f"{type(loss).__name__} is not a loss of an engine; pass a name such as 'categorical', a "
+        f"loss object, or one of CrossEntropyLoss, NLLLoss, BCEWithLogitsLoss and MSELoss."
     )
 
 

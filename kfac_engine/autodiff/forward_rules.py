@@ -82,7 +82,7 @@ _FORMS: Mapping[str, Callable[[Node], bool]] = {
 
 
 def factors(node: Node) -> range:
-    """Return the operands that are factors of a product; none if a node is no product."""
+    """Return the operands that are factors of a product; none if a node is not a product."""
     op = node.qualified_op
     count = PRODUCTS.get(op, 0)
     return range(len(node.inputs) if count is None else count)

@@ -71,7 +71,7 @@ def app(context: click.Context) -> None:
         click.echo(context.get_help())
 
 
-# The commands with their texts, which are no docstrings, because ``python -OO`` removes these.
+# The commands with their texts, which are not docstrings, because ``python -OO`` removes these.
 COMMANDS: Mapping[click.Command, str] = {
     demo: "Train a small CNN on digits with K-FAC, Muon, Adam and SGD.",
     train: "Train a model, and write it with its new weights.\n\n"

@@ -51,7 +51,7 @@ def working(task: str) -> AbstractContextManager[object]:
 
 
 def progress() -> "Progress":
-    """Return a bar on stderr with elapsed and remaining time; silent if stderr is no terminal."""
+    """Return a bar on stderr with elapsed and remaining time; silent without a terminal."""
     from kfac_engine.training.bars import bar
 
     return bar(console(stderr=True))

@@ -125,7 +125,7 @@ def read_gradients(path: Path, known: Mapping[str, Array]) -> dict[str, Array]:
         name = key if key in known else key.removeprefix(GRADIENT)
         if name not in known:
             raise UnknownNameError(
-                f"'{key}'{suggestion(name, known)} in '{path}' is no trainable parameter; they "
+                f"'{key}'{suggestion(name, known)} in '{path}' is not a trainable parameter; they "
                 f"are: {', '.join(known)}."
             )
         if name in gradients:

@@ -81,7 +81,7 @@ def run_merge(
 
 
 def _warn_of_constants(curvatures: "Sequence[ke.Curvature]") -> None:
-    """Name the constants that differ between the models and are no parameters."""
+    """Name the constants that differ between the models and are not parameters."""
     from kfac_engine.analysis.fisher_matrix.files import weight_hashes
 
     first, *others = (weight_hashes(entry.layout.assembly) for entry in curvatures)

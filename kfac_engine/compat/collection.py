@@ -802,7 +802,7 @@ def set_default_layer_collection(layer_collection: LayerCollection | None) -> No
     """Set the default collection; None clears it.
 
     Raises:
-        InputError: The argument is no collection.
+        InputError: The argument is not a collection.
         RegistrationError: Another default is set; clear it first.
     """
     if layer_collection is not None:

@@ -41,7 +41,7 @@ class ExampleAxes:
         inputs: Axes of the examples, by input name.
         in_sets: Whether the examples are several sets, each with inputs of its own.
         labeled: Whether a batch needs targets.
-        joint: Why some examples of a batch are no batch; empty where they are.
+        joint: Why some examples of a batch are not a batch; empty where they are.
         obstacle: Why a batch cannot be cut: ``joint``, or the model runs with one size only.
         fixed_size: The only number of examples that the model runs with; None where it runs with
             others, or where its targets have no parts.

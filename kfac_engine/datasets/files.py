@@ -253,7 +253,7 @@ def _load(
 
 
 def _mapped(files: Files) -> dict[str, Array]:
-    """Return the arrays of a shard by name; files that are no arrays any more are left out."""
+    """Return the arrays of a shard by name; files that are not arrays any more are left out."""
     if None in files:
         return {str(name): array for name, array in map_arrays(files[None]).items()}
     arrays = {str(name): map_arrays(file) for name, file in files.items()}

@@ -144,7 +144,7 @@ class GivenBatches:
             ones of an epoch may be fewer.
 
     Raises:
-        InputError: The object is no iterable, or is read again although it is an iterator.
+        InputError: The object is not an iterable, or is read again although it is an iterator.
     """
 
     def __init__(
@@ -186,7 +186,7 @@ class GivenBatches:
     def steps(self, number: int, start: int = 0) -> Iterator[list[Batch]]:
         """Return the parts of the batch of each step of an epoch, from the step ``start`` on.
 
-        ``InputError`` is raised if an entry is no batch, or has fewer examples than there are
+        ``InputError`` is raised if an entry is not a batch, or has fewer examples than there are
         processes.
         """
         batches = self._batches(number, start * self._parts)

@@ -19,7 +19,7 @@ _NUMBERS = 6
 _MESSAGE_BYTES = 2000
 # Attribute of errors that all ranks raise.
 _MARK = "_raised_by_all_ranks"
-# Attribute of errors that one rank raises while the others wait in a message that is no vote.
+# Attribute of errors that one rank raises while the others wait in a message that is not a vote.
 _ALONE = "_raised_by_one_rank"
 
 
@@ -33,7 +33,7 @@ class Agreement:
 
     Ranks meet in votes: at the beginning or the end of an operation, and where they exchange
     numbers. An error of one rank reaches the others in the next vote. Code after the last vote of
-    an operation must not fail. A message that is no vote cannot exchange errors: one rank raises
+    an operation must not fail. A message that is not a vote cannot exchange errors: one rank raises
     them alone, and its program has to end (``exchanging``).
 
     Attributes:
@@ -61,7 +61,7 @@ class Agreement:
 
         Args:
             name: Name of the operation.
-            begins: Whether all ranks meet at the beginning, as messages that are no votes follow.
+            begins: Whether all ranks meet at the beginning, as messages that are not votes follow.
             ends: Whether all ranks meet at the end, so that all have succeeded. An operation that
                 ends with numbers of all ranks, or with messages, does not need this.
         """
@@ -105,7 +105,7 @@ class Agreement:
         return bool(self.of_all(flag).any())
 
     def exchanging(self) -> AbstractContextManager[None]:
-        """Return a context for messages that are no votes, and for code right before them.
+        """Return a context for messages that are not votes, and for code right before them.
 
         An error in it is raised by this rank alone. This rank does not vote on the error, because
         the others may be in another message. All ranks have met before, and no code that may fail

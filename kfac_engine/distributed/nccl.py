@@ -179,7 +179,7 @@ def over_nccl(communicator: Communicator) -> Communicator:
         A communicator; the given one if it has one rank.
 
     Raises:
-        InputError: The object is no communicator.
+        InputError: The object is not a communicator.
         BackendError: A rank has no GPU, or no NCCL library.
         RankError: NCCL cannot connect the GPUs.
     """

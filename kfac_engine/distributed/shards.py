@@ -159,7 +159,7 @@ class RowGenerator:
         if rest:
             raise ShapeError(
                 f"random numbers of shape {size} are drawn for {count} examples, but {size[axis]} "
-                f"is no multiple of {count}; axis {axis} must contain the examples of this rank."
+                f"is not a multiple of {count}; axis {axis} must contain the examples of this rank."
             )
         if placement.positions_first is None and positions > 1:
             raise UnsupportedError(

@@ -133,7 +133,7 @@ class Engine(Summarized, TrainableModel):
 
         Raises:
             InputError: The file, the loss or an option is wrong.
-            UnknownNameError: An option names no layer kind, loss, output or parameter.
+            UnknownNameError: An option names an unknown layer kind, loss, output or parameter.
             UnsupportedOpError: An operator between a parameter and the loss has no derivative rule.
             RankError: Processes have different models, options or parameters.
 
@@ -374,11 +374,11 @@ class Engine(Summarized, TrainableModel):
             New arrays by parameter name.
 
         Raises:
-            UnknownNameError: A name is not a parameter, or the power is none of ``exps``.
+            UnknownNameError: A name is not a parameter, or the power is not in ``exps``.
             InputError: The bias or the weight of a block is missing.
-            ShapeError: A gradient has another shape than its parameter.
+            ShapeError: A gradient and its parameter have different shapes.
             NonFiniteError: A gradient contains NaN or infinity.
-            NotReadyError: Nothing was observed yet.
+            NotReadyError: No batch was observed yet.
         """
         with self._shards.computing("precondition"):
             check_number("exp", exp)
@@ -428,8 +428,8 @@ class Engine(Summarized, TrainableModel):
         """Make the averages of all processes whole, so that they can be read; a collective call.
 
         Between two refreshes, an average that only refreshes read is divided among the processes of
-        a communicator. ``save``, and products with the power 1, call this method. One process has
-        nothing to do.
+        a communicator. ``save``, and products with the power 1, call this method. With one
+        process, the method does nothing.
         """
         with self.agreement.operation("synchronize"):
             self.fisher.division.complete()

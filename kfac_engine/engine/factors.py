@@ -326,8 +326,8 @@ class Factors(Summarized, Mapping[str, ParameterFactors]):
     def refresh_names(self) -> dict[str, str]:
         """Return the names of all factors, such as ``"fc0.weight: A"``, by key in ``Fisher.works``.
 
-        A factor of several layers has the name of the first one, and factors of equal names have
-        numbers.
+        A factor that several layers share has its name from the first layer. A number distinguishes
+        factors with equal names.
         """
         names: dict[int, str] = {}
         counts: Counter[str] = Counter()

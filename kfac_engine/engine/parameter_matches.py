@@ -95,7 +95,7 @@ class ParameterMatches:
             arrays: Arrays by name in the file, as the engine returns them.
 
         Returns:
-            New arrays in the layout of the framework, by its names; other libraries read it by
+            New arrays in the layout of the framework, by its names; other libraries read them by
             DLPack, such as ``torch.from_dlpack``. An array with several names is under each of
             them. NumPy lacks bfloat16; such an array is float32.
 

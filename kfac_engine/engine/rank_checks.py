@@ -152,7 +152,7 @@ def find_place_dependence(
 
     The model runs on the batch of the sample run, and on this batch without its first example. The
     result is the operator and name of the node; ``""`` if the results are equal, if the model runs
-    with one batch size only, or if some examples are no batch. ``batch`` is the result of
+    with one batch size only, or if some examples are not a batch. ``batch`` is the result of
     ``find_batch``; ``inputs`` is None for a generated batch.
     """
     if batch.fixed or batch.joint or batch.size == 1:

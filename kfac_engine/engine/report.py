@@ -78,7 +78,7 @@ class LossReport:
     input_axes: Mapping[str, int]
     positions: int  # positions of each example that are folded into this axis; 1 for none
     fixed_batch: str  # why the model runs with one batch size only; empty where any will do
-    joint_batch: str  # why some examples of a batch are no batch; empty where they are
+    joint_batch: str  # why some examples of a batch are not a batch; empty where they are
     # The node that makes results of one example depend on the others; empty if none was found.
     # Curvature takes examples for independent.
     coupling: str

@@ -335,7 +335,7 @@ class TrainableModel(Sealed):
             Pairs of inputs and targets.
 
         Raises:
-            InputError: The list is empty, an entry is no part, or targets are given twice.
+            InputError: The list is empty, an entry is not part, or targets are given twice.
         """
         return self._passes.parts(inputs, targets)
 

@@ -96,7 +96,7 @@ class Graph:
     filled: frozenset[str] = frozenset()
     # Names of constants that the file stores in the bodies of nodes.
     inner: frozenset[str] = frozenset()
-    # Reasons why constants are no parameters, by name, where the file states them; empty for
+    # Reasons why constants are not parameters, by name, where the file states them; empty for
     # constants that it states to be parameters.
     declared: Mapping[str, str] = field(default_factory=dict)
     # Values of integer inputs in the sample; the graph is specialized to them.

@@ -1,7 +1,7 @@
 """Rewrites operators that ONNX Runtime's WebGPU provider lacks or computes wrongly.
 
 onnxruntime-web 1.30 computes a convolution in groups wrongly on WebGPU if a group has more than 4
-outputs and their number is no multiple of 4: 14 to 42 % of the result. Such a convolution gets
+outputs and their number is not a multiple of 4: 14 to 42 % of the result. Such a convolution gets
 further outputs, whose filters are zero, up to a multiple of 4; they are cut off again.
 
 A ``Split`` binds a buffer for its input and for each output. WebGPU guarantees 8 in a shader, so

@@ -86,7 +86,7 @@ def with_properties(model: onnx.ModelProto, properties: Mapping[str, str]) -> on
 
 
 def properties_of(data: bytes) -> dict[str, str]:
-    """Return the metadata of a serialized model; empty if the bytes are no model."""
+    """Return the metadata of a serialized model; empty if the bytes are not a model."""
     try:
         entries = onnx.ModelProto.FromString(data).metadata_props
     except DecodeError:

@@ -252,11 +252,11 @@ class LossFunction(ABC):
             labels between the two, and the number of labels of the target.
 
         Raises:
-            UnsupportedError: The targets are no sequences.
+            UnsupportedError: The targets are not sequences.
         """
         raise UnsupportedError(
             f"{type(self).__name__} on {', '.join(self.inputs)} has no label error rate, because "
-            f"its targets are no sequences; use the metric 'loss' or 'accuracy'."
+            f"its targets are not sequences; use the metric 'loss' or 'accuracy'."
         )
 
     def errors(self, values: Values, targets: Array) -> Array:

@@ -35,7 +35,7 @@ class MultiBernoulliNegativeLogProbLoss(ElementwiseLoss):
         class_axis: Axis of the features.
         ignore_index: Target that does not count; None for none.
         positive_weights: A number ≥ 0, or one for each feature: the weight of targets of 1; None
-            for 1. It is no part of the divisor of a mean.
+            for 1. It is not part of the divisor of a mean.
         label_smoothing: Part of each target, in [0, 1), that is divided among 0 and 1.
 
     Raises:

@@ -202,7 +202,7 @@ class PoissonNegativeLogProbLoss(ElementwiseLoss):
         if (targets < 0).any():
             where = first_index(targets < 0)
             raise InputError(
-                f"target {targets[where]} at {where} of '{self.log_rate}' is no count: it is "
+                f"target {targets[where]} at {where} of '{self.log_rate}' is not a count: it is "
                 f"negative."
             ).at("targets", where)
 

@@ -52,8 +52,8 @@ class Batch:
     # The reason why the model runs with one batch size only; ``""`` if it runs with others.
     fixed: str = ""
     doubt: str = ""  # the reason why the examples may be on another axis; ``""`` without a reason
-    # The reason why some examples of a batch are no batch, as in a graph network, whose file does
-    # not say which nodes a graph has; ``""`` if they are.
+    # The reason why some examples of a batch are not a batch, as in a graph network, whose file
+    # does not say which nodes a graph has; ``""`` if they are.
     joint: str = ""
     # Map from an input or a value to its further axes that grow with the batch, such as those of an
     # adjacency matrix.
@@ -365,7 +365,7 @@ class _Probe:
         )
 
     def why_joint(self, batch: Batch, outputs: Sequence[str]) -> str:
-        """Return the reason why some examples of a batch are no batch, or ``""``."""
+        """Return the reason why some examples of a batch are not a batch, or ``""``."""
         if batch.fixed or not batch.places.keys() & {*outputs}:
             return ""
         for name in (*batch.inputs, *outputs):

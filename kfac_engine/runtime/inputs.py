@@ -56,7 +56,7 @@ def _listed(names: Sequence[str]) -> str:
 def not_finite(inputs: Mapping[str, Array]) -> dict[str, tuple[int, ...]]:
     """Return the inputs with NaN or infinity, each with the first index of one.
 
-    Such inputs are no error: a mask of minus infinity or a missing value may have finite results.
+    Such inputs are allowed: a mask of minus infinity or a missing value may have finite results.
     """
     return {
         name: first_index(~array_module(array).isfinite(array))

@@ -1,7 +1,7 @@
 """Reads and writes ONNX Runtime's adapter files, which identify their model by its weights.
 
 The format has a number for the version of a model. Here it is the start of the SHA-256 of the
-weights that are no adapters.
+weights that are not adapters.
 """
 
 import hashlib
@@ -95,7 +95,7 @@ def load_adapter(
         The model with the values of the file.
 
     Raises:
-        InputError: The file is no adapter, or belongs to a model with other weights.
+        InputError: The file is not an adapter, or belongs to a model with other weights.
         ModelError: The model has no adapters.
         UnknownNameError: The file lacks an adapter of the model, or has another one.
         ShapeError: A value has another shape than in the model.
@@ -130,7 +130,7 @@ def _names(edited: EditedModel) -> list[str]:
 
 
 def _version(edited: EditedModel) -> int:
-    """Return a number of the weights that are no adapters."""
+    """Return a number of the weights that are not adapters."""
     digest = hashlib.sha256()
     for name in sorted(set(edited.initializers) - set(adapter_names(edited))):
         array = edited.constants[name]
@@ -162,5 +162,5 @@ def _read(path: Path) -> tuple[dict[str, Array], int]:
         return values, contents.get_model_version()
     except FAILURES as failure:
         raise InputError(
-            f"'{path}' is no adapter file of ONNX Runtime, or is damaged."
+            f"'{path}' is not an adapter file of ONNX Runtime, or is damaged."
         ) from failure

@@ -114,7 +114,7 @@ def _of_control_groups() -> Iterator[int]:
 
 def _left(group: Path, limit: str, use: str, prefix: str) -> Iterator[int]:
     most, used = _text(group / limit).strip(), _text(group / use).strip()
-    if most.isdigit() and used.isdigit():  # "max" is no limit
+    if most.isdigit() and used.isdigit():  # "max" is not a limit
         statistics = _fields(group / "memory.stat")
         reclaimable = sum(statistics.get(prefix + name, 0) for name in _RECLAIMABLE)
         yield int(most) - int(used) + reclaimable

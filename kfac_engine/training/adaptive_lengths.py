@@ -153,9 +153,9 @@ class AdaptiveLengthUpdate:
     iterations is the number of rows of the batch, divided by twice the smaller side of the matrix,
     up to five, so that they take at most a third of the products of its gradient; if that side is
     below 64, the rows are divided by 512. A matrix of few rows, or with a side below 16, keeps its
-    natural gradient; the matrices of an adapter of such a rank do not. Where p is no direction of
-    descent for the averaged gradient, the natural gradient takes its place. The natural gradient is
-    a direction of descent, because biases do not enter it.
+    natural gradient; the matrices of an adapter of such a rank do not. If p is not a descent
+    direction for the averaged gradient, the natural gradient takes its place. It is a direction of
+    descent, because biases do not enter it.
 
     If a batch has few rows, the products with the inverses of wide factors take longer than the
     products of the gradient. A matrix with fewer rows in the batch than the sum of the sides of its
@@ -220,7 +220,7 @@ class AdaptiveLengthUpdate:
     moved: Sequence[str]  # the units of the parameters that have weights
     matmul: MatMul  # the product of two matrices
     momentum: float  # decay of the average of gradients, in [0, 1)
-    adam: AdaptiveMoments  # the rule of the units that are no weights
+    adam: AdaptiveMoments  # the rule of the units that are not weights
     adam_rate: Rate  # learning rate of Adam
     # Parameters shrink by this number times the rate of their update and the factor ``decay`` of
     # the step.

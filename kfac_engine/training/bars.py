@@ -40,7 +40,7 @@ def bar(console: Console) -> Progress:
     """Return a display of tasks with a bar, the elapsed and the remaining time.
 
     Args:
-        console: Where to write; nothing is written if it is no terminal.
+        console: Where to write; nothing is written if it is not a terminal.
 
     Returns:
         The display, which disappears at its end.
@@ -71,7 +71,7 @@ def spinner(console: Console) -> Progress:
 
 @contextmanager
 def stages(active: bool, total: int) -> Iterator[Callable[[str], None]]:
-    """Return a context with a bar on stderr; silent if stderr is no terminal.
+    """Return a context with a bar on stderr; silent if stderr is not a terminal.
 
     Args:
         active: Whether there is a bar.

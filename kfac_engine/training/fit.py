@@ -107,14 +107,14 @@ def fit(  # noqa: PLR0913 (the options of a run, one after the other)
             such arrays, or of a folder of such files; or an iterable of batches that can be
             iterated again. Inputs are a dictionary of arrays by input name; a model of one input
             takes the array alone. ``weights`` say how much each target counts; see ``Weighted``.
-        loss: Loss of a model; an engine has its own.
+        loss: Loss of the model. An engine already has its loss.
         optimizer: ``"kfac"``, ``"gauss_newton"``, ``"adam"``, ``"adamw"``, ``"muon"``, ``"sgd"``,
             or an optimizer of the engine.
         epochs: Bound of the number of epochs. Without any bound, the run has ten epochs.
         steps: Bound of the number of steps.
         seconds: Bound of the wall time, validation included.
-        batch_size: Examples in a batch of all processes, where ``data`` are no batches; see
-            ``accumulate``.
+        batch_size: Number of examples in a batch over all processes, for data that are not batches
+            already. See ``accumulate``.
         validation: Data that are evaluated at the end of each epoch and of the run, in a form of
             ``data``; or the fraction of the examples that is split off for it.
         metrics: Metrics of ``Engine.evaluate`` for ``validation``: names or functions; None for the
@@ -151,7 +151,7 @@ def fit(  # noqa: PLR0913 (the options of a run, one after the other)
         UnknownNameError: An optimizer, a schedule or a metric has no such name.
         NonFiniteError: A batch yields NaN or infinity.
         DivergenceError: The loss explodes after the last roll-back.
-        RankError: Processes differ, or another one has failed.
+        RankError: Processes have different arguments or states, or another process has failed.
 
     Warns:
         DivergenceWarning: The loss exploded, and the run returned to earlier parameters.
@@ -316,7 +316,7 @@ def optimizer_by_name(
         The function.
 
     Raises:
-        InputError: The name is no text.
+        InputError: The name is not text.
         UnknownNameError: There is no such optimizer or option.
     """
     if not isinstance(name, str):

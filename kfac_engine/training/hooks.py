@@ -24,8 +24,8 @@ class Callback:
     Attributes:
         metric: Name in records of a metric that the validation must have; None for any.
         on_every_rank: Whether each of several processes calls the hooks; False if only the first
-            one does. A callback that evaluates the engine or replaces weights is called by all. One
-            that writes a file is called by the first.
+            process does. All processes must call a callback that evaluates the engine or replaces
+            weights. Only the first process should call a callback that writes a file.
     """
 
     metric: str | None = None

@@ -121,21 +121,21 @@ class KfacOptimizer(Optimizer):
     Adam with ``adam_rate``. All lengths fall with the residuals: the residual is the root of the
     mean square of the loss's gradients, relative to its expected value for the least certain
     predictions (``Residuals``). Below a tenth, lengths are multiplied by ten times the residual.
-    Where few examples come again and again (``SeenExamples``), weights shrink more and lengths fall
-    earlier. Where 1,024 rows of a table or more do, weights shrink by their noise
+    If a run repeats few examples (``SeenExamples``), weights shrink more and lengths fall earlier.
+    If it repeats at least 1,024 rows of a table, weights shrink by their noise
     (``ShrinkageByEvidence``). The damping is relative (``RelativeDamping``).
 
     Where all losses are squared errors and every step has the same examples and targets, as for a
-    function or an equation, ``"auto"`` fits them exactly from the eleventh step on: an exact step
-    is that of ``GaussNewton`` in one process, if the model has as many parameters as rows are read
-    and the losses predict at most eight numbers of an example. Else, and where a sample of rows
-    says too little of all rows, it is that of ``"quadratic"`` with ``momentum="quadratic"``,
-    curvature of the whole batch and a damping that starts at 1 and is adapted,
-    ``DampingAdaptation(2, 0.9)``. The first 30 or 60 of these steps
-    leave a fifth of the examples out (``RepeatedBatch``). If their loss rises by a twentieth of the
-    fall of the loss so far, the minimum fits noise, and the steps are as before. Other examples end
-    the exact steps. A ``damping``, a ``momentum``, a positive ``weight_decay`` or ``adapt_damping``
-    of the caller excludes them.
+    function or an equation, ``"auto"`` fits them exactly from the eleventh step on. An exact step
+    is a step of ``GaussNewton`` if there is one process, the model has at least as many parameters
+    as rows are read, and the losses predict at most eight numbers of an example. Otherwise, or if a
+    sample of rows says too little about all rows, it is a step of ``"quadratic"`` with
+    ``momentum="quadratic"``, the whole batch's curvature and a damping that starts at 1 and follows
+    ``DampingAdaptation(2, 0.9)``. The first 30 or 60 exact steps leave a fifth of the examples out
+    (``RepeatedBatch``). If the loss of these examples rises by a twentieth of the loss's fall so
+    far, the minimum fits noise, and the optimizer returns to its earlier kind of step. A batch with
+    other examples ends the exact steps. A caller who passes ``damping``, ``momentum``, a positive
+    ``weight_decay`` or ``adapt_damping`` excludes exact steps.
 
     With ``"quadratic"``, ``p = (F + λ)⁻¹ g``, ``v ← μ v − α p`` and ``θ ← θ − (v + w θ)``, where α
     and μ minimize the quadratic model of the loss with the whole Fisher matrix (``momentum=

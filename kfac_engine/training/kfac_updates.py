@@ -106,7 +106,7 @@ def natural_gradients(engine: Engine, vectors: Vector) -> dict[str, Array]:
 def quadratic_change(engine: Engine, step: StepInputs, values: Vector) -> float:
     """Return ``½ δᵀFδ + gᵀδ`` for the change δ to new values, F the block-diagonal Fisher matrix.
 
-    The damped product is reduced by ``½ λ δᵀδ``, because the damping is no part of the loss, and
+    The damped product is reduced by ``½ λ δᵀδ``, because the damping is not part of the loss, and
     increased by ``½ l2 δᵀδ``.
     """
     change = {name: value - step.parameters[name] for name, value in values.items()}

@@ -28,8 +28,8 @@ class Description:
     outputs: Mapping[str, str]  # the input with the targets of each output of the model, by output
     state: Mapping[str, tuple[int, ...]]  # shapes of the states, by name
     parameters: tuple[str, ...]  # the states that are weights or running statistics of the model
-    metrics: tuple[str, ...]  # outputs that are no state
-    # Type and shape of each input of a step that is no state, and of ``rate``; the axis of steps,
+    metrics: tuple[str, ...]  # outputs that are not state
+    # Type and shape of each input of a step that is not state, and of ``rate``; the axis of steps,
     # which the files of several steps have, is left out. A text in a shape is a multiple of the
     # number of examples: ``"batch"`` or ``"4 batch"``.
     data: Mapping[str, Mapping[str, Any]]
@@ -64,11 +64,11 @@ class Description:
     def read(cls, properties: Mapping[str, str], what: str) -> "Description":
         """Return the description in the metadata of a file, which messages call ``what``.
 
-        A file that is no training file of this version raises InputError.
+        A file that is not a training file of this version raises InputError.
         """
         if PROPERTY not in properties:
             raise InputError(
-                f"{what} is no training file; write one with kfac_engine.export_training."
+                f"{what} is not a training file; write one with kfac_engine.export_training."
             )
         try:
             entries = json.loads(properties[PROPERTY])
@@ -208,8 +208,8 @@ engine.set_parameters(files.read(state))     # or on in an engine
 """
 
 _FINITE = (
-    "If the loss, a gradient or `rate` is not finite, a target is no class, or `rate` or a weight "
-    "is negative, the output `finite` is false and the state stays as it was."
+    "If the loss, a gradient or `rate` is not finite, a target is not a class, or `rate` or a "
+    "weight is negative, the output `finite` is false and the state stays as it was."
 )
 
 
@@ -227,7 +227,7 @@ _SEVERAL = (
 
 
 def readme(description: Description, data: Sequence[Input], model: Graph) -> str:
-    """Return the text; ``data`` are the inputs of a step that are no state."""
+    """Return the text; ``data`` are the inputs of a step that are not state."""
     del model
     size = "Every number of examples runs with the same files."
     if description.batch_size is not None:

@@ -42,7 +42,7 @@ def record_metrics(
 ) -> Metrics:
     """Return the metrics of a batch, whose predictions and ``targets`` are inputs of the file.
 
-    A sum is NaN if a target is no class, or a weight is negative or not finite.
+    A sum is NaN if a target is not a class, or a weight is negative or not finite.
     """
     tape, objective = new_tape(PREFIX), assembly.task.objective
     results = {f"{metric} {part}" for metric in METRICS for part in ("sum", "count")}

@@ -119,8 +119,9 @@ def export_training(  # noqa: PLR0913 (every choice a user has, each with a defa
         steps_per_call: Number of steps in a call of ``training.onnx``. With more than one, its
             inputs and metrics have a first axis of steps, and the state crosses the border of the
             runtime once in a call; any number of steps runs.
-        accumulate: Number of parts into which a step divides the batch. They are evaluated one
-            after the other, which takes the memory of one of them, and their gradients are added.
+        accumulate: Number of parts into which a step divides the batch. The file evaluates
+            the parts one after another, so that it needs the memory of one part, and adds their
+            gradients.
         noise: ``"internal"``, where the file draws the random numbers of K-FAC's statistics, or
             ``"input"`` for an input with them: a row for each example that is measured.
         provider: ``"webgpu"`` writes convolutions and splits so that onnxruntime-web computes them
@@ -132,7 +133,7 @@ def export_training(  # noqa: PLR0913 (every choice a user has, each with a defa
         The files.
 
     Raises:
-        UnknownNameError: There is no optimizer, option, loss or parameter of a name.
+        UnknownNameError: The name of an optimizer, option, loss or parameter is unknown.
         UnsupportedError: A file cannot have an option, or an operation of the model. Nothing was
             written.
         InputError: The model, an option or the folder is wrong. Nothing was written.
@@ -431,7 +432,7 @@ def _initial(state: Mapping[str, Array], description: Description) -> ModelProto
 def _predict(model: OnnxModel, step: StepGraph, description: Description) -> ModelProto:
     """Return ``predict.onnx``, the model in inference form with its trained weights as inputs."""
     graph: Graph = inference_form(model.extended_graph(), model.buffers)
-    # A loss may read a value that is no output of the model, such as logits.
+    # A loss may read a value that is not an output of the model, such as logits.
     outputs = [*dict.fromkeys((*description.predictions, *description.evaluated.values()))]
     nodes = needed(graph.nodes, outputs)
     read = _read(nodes)

@@ -212,7 +212,7 @@ class TrainingFiles:
             The metrics of all batches together, by name.
 
         Raises:
-            InputError: There is no batch, no target counts, a target is no class, a weight is
+            InputError: There is no batch, no target counts, a target is not a class, a weight is
                 negative, or a prediction is not finite.
             ShapeError: An array has another shape.
         """
@@ -290,7 +290,7 @@ class TrainingFiles:
             model: The model that was exported; by default the argument of the constructor.
 
         Raises:
-            InputError: There is no model, or it is another one.
+            InputError: The model is missing, or it is not the model that was exported.
         """
         source = self._model if model is None else model
         if source is None:

@@ -158,7 +158,7 @@ class EvaluationGraph:
         return loss.masked(values, targets, counts)
 
     def _last_class(self, loss: LossFunction, labels: Symbol) -> int | None:
-        """Return the largest class number; None for targets that are no class numbers."""
+        """Return the largest class number; None for targets that are not class numbers."""
         shape = self.shape(loss.inputs[0])
         numbers = labels.ndim < len(shape) and labels.dtype.kind == "i"
         return shape[loss.class_axis % len(shape)] - 1 if numbers else None
@@ -317,7 +317,7 @@ def _always_drops(evaluation: EvaluationGraph, node: Node) -> Node:
     """Return a Dropout without its training mode, which is a constant of the model."""
     if node.inputs[2] not in evaluation.model.graph.constants:
         raise UnsupportedError(
-            f"the training mode of Dropout (node '{node.name}') is no constant of the model, so "
+            f"the training mode of Dropout (node '{node.name}') is not a constant of the model, so "
             f"that a training file cannot tell whether it drops; make it one."
         )
     return replace(node, inputs=node.inputs[:2])

@@ -54,7 +54,7 @@ class StepGraph:
     data: tuple[Input, ...]  # the inputs that change from step to step
     state: dict[str, Array]  # values of the states before the first step, by name
     parameters: tuple[str, ...]  # the states that are parameters or running statistics of the model
-    metrics: tuple[str, ...]  # the outputs that are no state
+    metrics: tuple[str, ...]  # the outputs that are not state
     outputs: dict[str, Symbol]  # values of the graph, by output
     # Inputs with random numbers: see ``Description``.
     noise: dict[str, tuple[int, ...]] = field(default_factory=dict)

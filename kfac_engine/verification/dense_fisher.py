@@ -28,7 +28,7 @@ _DOUBT = 1e-4
 CURVED_ERROR = 1e-12
 _STEP = 2.0**-9
 _STENCIL = {1: 2 / 3, 2: -1 / 12}
-# Relative difference of two Hessian matrices of a loss that is no rounding error.
+# Relative difference of two Hessian matrices of a loss that is not a rounding error.
 _OTHER = 1e-6
 
 

@@ -57,7 +57,7 @@ def verify(
         targets: The targets of the loss; for several losses, by output.
         examples: Largest number of examples.
         parameters: Largest number of parameters, and of layers, that are checked one by one.
-        progress: Whether to show a bar on stderr; there is none if stderr is no terminal.
+        progress: Whether to show a bar on stderr; there is none if stderr is not a terminal.
         options: The fields of ``EngineOptions``, if ``model`` is not an engine.
 
     Returns:
@@ -165,7 +165,7 @@ def _moved(specimen: Specimen, probe: Engine, rng: np.random.Generator) -> Engin
     """Move the parameters of ``probe`` by a small part of their size, and return ``probe``.
 
     At the initial parameters, such as biases of zero, activations lie on kinks, where differences
-    are no derivatives.
+    are not derivatives.
     """
     scales = sizes(specimen.parameters)
     probe.set_parameters(

@@ -57,7 +57,7 @@ WRONG = {
     "no adapter": (["merge-adapters", "m.onnx", "-o", "o.onnx"], "no adapter"),
     "nothing to save": (["save-adapter", "m.onnx", "-o", "o"], "no adapter"),
     "no adapter file": (
-        ["merge-adapters", "m.onnx", "--adapter=m.onnx", "-o", "o.onnx"], "no adapter file"),
+        ["merge-adapters", "m.onnx", "--adapter=m.onnx", "-o", "o.onnx"], "not an adapter file"),
     "over the model": (["add-adapters", "m.onnx", "-o", "m.onnx"], "m.onnx"),
 }  # fmt: skip
 

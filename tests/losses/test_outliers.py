@@ -74,5 +74,5 @@ def test_options_that_are_not_positive_are_refused(kind, option):
 
 def test_negative_counts_are_refused():
     values = {"z": np.zeros((2, 1)), "t": np.array([[1.0], [-1.0]])}
-    with pytest.raises(ke.InputError, match="no count"):
+    with pytest.raises(ke.InputError, match="not a count"):
         POISSON("z", "t").value(values)

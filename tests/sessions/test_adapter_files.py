@@ -96,7 +96,7 @@ def test_a_damaged_file_is_refused(adapted, tmp_path, contents):
     if contents == "half":
         contents = path.read_bytes()[:-40]
     path.write_bytes(contents if isinstance(contents, bytes) else b"an adapter\n" * 9)
-    with pytest.raises(ke.InputError, match="is no adapter file"):
+    with pytest.raises(ke.InputError, match="is not an adapter file"):
         ke.load_adapter(adapted, path)
 
 

@@ -763,7 +763,7 @@ def test_files_of_two_exports_are_refused(files, tmp_path):
 
 def test_files_that_are_not_training_files_are_refused(files):
     (files.folder / "training.onnx").write_bytes(network("dense").SerializeToString())
-    with pytest.raises(ke.InputError, match="no training file"):
+    with pytest.raises(ke.InputError, match="not a training file"):
         ke.TrainingFiles(files.folder)
     with pytest.raises(ke.InputError):
         ke.TrainingFiles(files.folder / "nowhere")

@@ -366,7 +366,7 @@ class Curvature:
             The curvature.
 
         Raises:
-            InputError: The file is missing, damaged or no curvature, or the model has other
+            InputError: The file is missing, damaged or not a curvature file, or the model has other
                 weights; the message names them.
         """
         file = CurvatureFile(path)

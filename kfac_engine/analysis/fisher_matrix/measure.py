@@ -119,8 +119,8 @@ def curvature(model: ModelSource, batches: Data, options: CurvatureOptions) -> C
     """Measure the Fisher matrix of a model on a data set.
 
     The result is the mean over all examples, whatever the sizes of the batches are, of the Fisher
-    matrix of the negative log-likelihood, which is summed over the positions of an example. There
-    is no decay and no damping.
+    matrix of the negative log-likelihood, which is summed over the positions of an example. The
+    mean has neither decay nor damping.
 
     Args:
         model: Path, bytes or ``ModelProto``.

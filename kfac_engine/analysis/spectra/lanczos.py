@@ -147,8 +147,8 @@ def estimate_spectrum(
         The estimate.
 
     Raises:
-        InputError: An argument is wrong, or the operator is not square or yields other numbers than
-            finite ones.
+        InputError: An argument is wrong, or the operator is not square or yields NaN or
+            infinity.
         MemoryLimitError: The Lanczos vectors do not fit into the memory.
     """
     check_int("vectors", vectors, least=1)

@@ -118,7 +118,7 @@ class SeriesFB(KroneckerProductFB):
         return self.repeats / self.form.num_uses
 
     def _stored(self, exp: float) -> tuple[None, None]:
-        del exp  # a sum over lags is no product of two powers
+        del exp  # a sum over lags is not a product of two powers
         return None, None
 
     def _multiplied(self, V: Array, damping_a: float, damping_g: float) -> Array:

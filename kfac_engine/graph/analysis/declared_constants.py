@@ -39,7 +39,7 @@ _FITTED = "not an array of an estimator but one that a transformer of scikit-lea
 
 
 def declared_constants(model: "ModelProto", names: Sequence[str]) -> dict[str, str]:
-    """Return the reasons why constants of ``names`` are no parameters, as the file states them.
+    """Return the reasons why constants of ``names`` are not parameters, as the file states them.
 
     A reason is a phrase that can follow "it is", and empty for a constant that the file states to
     be a parameter. The initializers of ``model`` need no data.
@@ -74,7 +74,7 @@ def declared_residuals(model: "ModelProto") -> frozenset[str]:
 
 
 def declare_untrained(model: "ModelProto", constants: Mapping[str, Array]) -> None:
-    """State in a model, in place, that some of its initializers are no parameters."""
+    """State in a model, in place, that some of its initializers are not parameters."""
     for name, array in constants.items():
         entry = value_info(Input(name, array.dtype, array.shape))
         entry.metadata_props.add(key=_KIND, value="CONSTANT_TENSOR")
@@ -109,7 +109,7 @@ def _merged(graph: "GraphProto") -> set[str]:
     """Return the parameters that also stand for other numbers of the module.
 
     With ``optimize``, the exporter stores equal numbers once, also those in the code: then a node
-    reads a parameter that is no argument of its call. It also stores functions of a parameter,
+    reads a parameter that is not an argument of its call. It also stores functions of a parameter,
     which do not follow it.
     """
     programs = {name: program for program, kind, name in _signature(graph) if kind == _PARAMETER}

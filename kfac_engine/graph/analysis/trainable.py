@@ -60,8 +60,8 @@ _LEARNED = frozenset(
     {("Clip", 1), ("Clip", 2), ("GRU", 5), ("LSTM", 5), ("LSTM", 6), ("Pow", 1), ("RNN", 5)}
 )
 
-# Operands that are read like attributes. A number that is one of them anywhere is no parameter: the
-# model would fail or change its shapes when the number moves.
+# Operands that are read like attributes. A number that is one of them anywhere is not a parameter:
+# the model would fail or change its shapes when the number moves.
 _LIKE_ATTRIBUTES = frozenset(
     {("Dropout", 1), ("OneHot", 2), ("Pad", 2), ("Range", 0), ("Range", 1), ("Range", 2)}
     | {("Cast", 0), ("Resize", 1), ("Resize", 2)}

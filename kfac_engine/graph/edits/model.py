@@ -22,7 +22,7 @@ from kfac_engine.graph.tensors import element_type
 from kfac_engine.graph.write import ModelProto, tensor, value_info
 from kfac_engine.system.writing import checked_path
 
-# Larger constants are no shapes; shape inference needs only their sizes.
+# Larger constants are not shapes; shape inference needs only their sizes.
 _SMALL = 1024
 # The first version of the format in which an initializer need not be an input of the graph.
 _INITIALIZERS_ALONE = 4
@@ -79,7 +79,7 @@ class EditedModel:
         return self._readers.get(name, [])
 
     def reader(self, name: str) -> onnx.NodeProto | None:
-        """Return the only reader of a value that is no output; None if there is another use."""
+        """Return the only reader of a value that is not an output; None if there is another use."""
         readers = self.readers(name)
         return readers[0][0] if len(readers) == 1 and name not in self.outputs else None
 

@@ -224,7 +224,7 @@ class _Statistics:
         return self.is_older_exporter and "" in paths and first.operand == second.operand
 
     def _weights(self, reader: _Reader) -> list[str]:
-        """Return the names of scale and shift; a computed one is empty, as it is no parameter."""
+        """Return the names of scale and shift; ``""`` for a computed value, not a parameter."""
         return [name if name in self.stored else "" for name in reader.node.input[1:3]]
 
     def _store(self, old: str, readers: Sequence[_Reader], value: Array) -> None:

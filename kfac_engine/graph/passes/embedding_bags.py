@@ -50,7 +50,7 @@ _NUMBERS = {"row", "at", "count", "total", "bags", "last row", "constant"}
 
 
 class _UnknownFormError(Exception):
-    """A body is no bag of entries."""
+    """A body is not a bag of entries."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,12 +86,12 @@ def without_bag_loops(graph: Graph) -> Graph:
         return graph
     nodes = [new for node in graph.nodes for new in replaced.get(node.name, [node])]
     graph = replace(graph, nodes=tuple(nodes), constants={**graph.constants, **constants})
-    # Nodes that the loops have read are no uses of their weights.
+    # Nodes that the loops have read are not uses of their weights.
     return replace(graph, nodes=SubGraph(graph, graph.outputs).nodes)
 
 
 def _without_like(graph: Graph, node: Node) -> Node:
-    """Return a cast to the type of a weight as a cast to this type, which is no use of the weight.
+    """Return a cast to a weight's type as a cast to this type, which is not a use of the weight.
 
     Other nodes are returned unchanged.
     """

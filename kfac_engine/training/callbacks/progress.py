@@ -124,7 +124,7 @@ class Progress(Callback):
         return f"epoch {record['epoch'] + 1:.0f}{of}"
 
     def _numbers_of(self, record: Record) -> dict[str, float | str]:
-        """Return the numbers of a step that are no metrics, under their names on the display."""
+        """Return the numbers of a step that are not metrics, under their names on the display."""
         shown: dict[str, float | str] = {
             name: record[entry] for entry, name in _SHOWN.items() if entry in record
         }
