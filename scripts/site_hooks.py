@@ -31,6 +31,9 @@ PAGES = {"README.md": "index.md"} | {
 }
 _SOURCES = {site: path for path, site in PAGES.items()}
 _LINK = re.compile(r"(?<=\]\()(?![a-z]+:|#)([^)\s#]+)")
+# What the examples that are executed have besides their code.
+_OPTIONS = re.compile(r'(?<=^```python) exec="on".*$', re.M)
+_HIDDEN = re.compile(r"^.*# markdown-exec: hide\n", re.M)
 _FORMULA = re.compile(r'<(span|div) class="arithmatex">\\([(\[])(.*?)\\[)\]]</\1>', re.S)
 
 
@@ -53,7 +56,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     """
     site = page.file.src_uri
     if requirement(markdown):
-        markdown = markdown.replace(' exec="on"', "")
+        markdown = _OPTIONS.sub("", _HIDDEN.sub("", markdown))
     if site == PAGES["README.md"]:
         page.meta["hide"] = ["navigation"]  # it would list this page only
     folder = posixpath.dirname(_SOURCES.get(site, f"docs/{site}"))
