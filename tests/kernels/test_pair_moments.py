@@ -106,6 +106,17 @@ def test_second_sum_into_one_matrix_waits_for_the_first() -> None:
     assert error(out, wanted) < TOLERANCES[3]
 
 
+def test_layers_of_other_kernels_do_not_divide_a_group() -> None:
+    case, unaligned = square(3, 1, 0, 64), square(4, 1, 0, 16)
+    device = ShimDevice()
+    moments = PatchMoments(device, SCRATCH, 3)
+    outs = [empty(each) for each in (case, unaligned, case)]
+    with moments.gathered():
+        for each, out in zip((case, unaligned, case), outs, strict=True):
+            moments.add(images(each), each.window, out, SUM)
+    assert device.launched == ["patch_products", "assemble_moment", *EACH_CALL]
+
+
 def test_error_keeps_old_matrices() -> None:
     case = square(3, 1, 0, 64)
     moments, out = PatchMoments(ShimDevice(), SCRATCH, 3), np.zeros((64, 64), np.float32)

@@ -330,7 +330,7 @@ class CupyBackend:
     def _add_rows(self, rows: Array, out: Array, how: Accumulation) -> None:
         """Compute both triangles of ``out ← beta·out + alpha·rowsᵀ rows`` in place, in parts."""
         xp = self.xp
-        self._moments.flush()  # an earlier call may have the same result
+        self._moments.settle(out)
         self._fit_scratch()
         step = max(1, self.scratch_bytes // (out.itemsize * len(out)))
         for start in range(0, len(rows), step):

@@ -116,7 +116,7 @@ class PatchMoments:
         if self._split == 3 and self._pairs.takes(x, window, self.scratch_bytes):
             self._pairs.add(x, window, out, how, self.scratch_bytes)
             return
-        self.flush()
+        self.settle(out)
         outputs = window.output_shape(x.shape[2:])
         most = max(1, MOST_POSITIONS // prod(outputs))
         for start in range(0, len(x), most):
@@ -137,6 +137,11 @@ class PatchMoments:
                 self._pairs.forget()
                 raise
         self.flush()
+
+    def settle(self, out: Array) -> None:
+        """Compute what waits if ``out`` is among it, before another operation changes ``out``."""
+        if self._pairs.awaits(out):
+            self.flush()
 
     def flush(self) -> None:
         """Compute the matrices of all calls of ``add`` in a ``gathered`` context."""

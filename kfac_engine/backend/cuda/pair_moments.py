@@ -102,7 +102,7 @@ class PairMoments:
             # The images are held until then, and may be copies of images of the host.
             entries = sum(moment.x.size for moment in self._waiting) + part.size
             full = 4 * _PAIR_BYTES * entries > scratch_bytes
-            if full or any(moment.out is out for moment in self._waiting):
+            if full or self.awaits(out):
                 self.flush(scratch_bytes)
             self._waiting.append(_Moment(part, window, out, how))
             how = how.of_others
@@ -117,6 +117,13 @@ class PairMoments:
             yield
         finally:
             self._gathers = False
+
+    def awaits(self, out: Array) -> bool:
+        """Return whether a matrix waits for ``flush``."""
+        if not self._waiting:
+            return False
+        address = self._device.address(out)
+        return any(self._device.address(moment.out) == address for moment in self._waiting)
 
     def forget(self) -> None:
         """Drop what waits, after an error."""
