@@ -100,8 +100,15 @@ def test_second_moment_equals_numpy_backend(
     equal(backend, found, whole(wanted), TOLERANCE[dtype])
 
 
+# By the kernels of pairs: odd and even numbers of tiles of a tap, and several stages.
+PAIRS = [
+    Case(Window((3, 3), (1, 1), (1, 1), (1, 1), (1, 1)), 3, 64, (9, 9)),
+    Case(Window((3, 2), (2, 1), (1, 2), (1, 0), (0, 2)), 2, 128, (11, 12)),
+]
+
+
 @pytest.mark.parametrize("dtype", [np.float32, np.float64, np.float16, ml_dtypes.bfloat16])
-@pytest.mark.parametrize("case", [*STRIDED[::25], *CORNERS[:4]], ids=str)
+@pytest.mark.parametrize("case", [*STRIDED[::25], *CORNERS[:4], *PAIRS], ids=str)
 def test_patch_moments_equal_numpy_backend(backend: CupyBackend, case: Case, dtype: type) -> None:
     x = case.images().astype(dtype)
     equal(
