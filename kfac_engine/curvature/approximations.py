@@ -333,7 +333,7 @@ def explained(formulas: Iterable[str]) -> dict[str, str]:
 
 
 def row(kind: str, approximation: str) -> Approximation:
-    """Return the row of an approximation of a kind of layer."""
+    """Return the row of the table for a layer kind and an approximation."""
     return KINDS[kind].approximations[approximation]
 
 

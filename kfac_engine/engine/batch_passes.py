@@ -307,7 +307,7 @@ class BatchPasses:
         )
 
     def record(self, loss: float, gradients: Mapping[str, Array | Rows]) -> None:
-        """Record the loss of a batch, and check sums of gradients over several processes."""
+        """Record a batch's loss, and check the gradients' sums over several processes."""
         if not self.shards.alone:
             arrays = {name: entries(gradient) for name, gradient in gradients.items()}
             with self.history.explain():

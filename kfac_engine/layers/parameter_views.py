@@ -233,6 +233,6 @@ _MOVES: Mapping[str, _Move] = {
     "Transpose": _transpose,
 }
 _FLOAT_CODES = frozenset({1, 10, 11, 16})  # TensorProto.DataType of float32, 16, 64 and bfloat16
-# Operators whose further operands must be constants; other operators need the shape of the result
-# only.
+# Operators whose operands after the first must be constants. Other operators need only the shape of
+# their result.
 _BY_VALUE = frozenset({"Gather", "Slice"})

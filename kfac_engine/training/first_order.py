@@ -41,8 +41,8 @@ from kfac_engine.training.vectors import (
     separated,
 )
 
-# A step whose terms stay below these numbers cannot overflow: squares of the first one and the
-# second one are finite in float32.
+# A step whose entries and terms stay below these numbers cannot overflow: the square of the largest
+# entry and the largest term are finite in float32.
 _LARGEST_ENTRY, _LARGEST_TERM = 1e18, 1e37
 
 # Rate of Adam for the parameters that an optimizer of matrices does not update itself.

@@ -203,7 +203,7 @@ def forward_nodes(model: OnnxModel, wanted: Sequence[str]) -> tuple[Node, ...]:
 
 
 def constants_of(model: OnnxModel, *backwards: Backward) -> dict[str, Array]:
-    """Return the constants of the model and of backward graphs, without trained weights."""
+    """Return the constants of the model and the backward graphs, except trained weights."""
     graph = model.extended_graph()
     constants = dict(graph.constants)
     for backward in backwards:

@@ -106,7 +106,7 @@ def concat_from_sequence(b: LoweringBuilder, node: Node) -> None:
 
 @lowering("SequenceLength")
 def sequence_length(b: LoweringBuilder, node: Node) -> None:
-    """Write the length as a constant, which constants and sizes must determine."""
+    """Write the sequence's length as a constant; constants and sizes must determine it."""
     known = KnownValues(b)
     tensors = elements(b, node, node.inputs[0], known)
     gated(b, node, b.constant(len(tensors)), known, node.outputs[0])

@@ -164,8 +164,8 @@ def damped_inverse(matrix: Array, damping: float, workers: Workers) -> Array:
 def damped_cholesky(matrix: Array, damping: float, workers: Workers) -> Array:
     """Return lower-triangular ``L`` with ``L Lᵀ = matrix + damping·I``, in its element type.
 
-    The diagonal is positive. The lower triangle of the matrix is read. Retries and errors are as
-    for ``damped_inverse``. BLAS uses its own threads for a large matrix.
+    The function reads the lower triangle of ``matrix``, and returns a positive diagonal. It retries
+    and raises errors as ``damped_inverse`` does. BLAS uses its own threads for a large matrix.
     """
     check_shape(matrix)
     work = empty_float64(len(matrix))

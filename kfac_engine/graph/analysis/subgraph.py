@@ -109,7 +109,7 @@ class SubGraph:
         return name in self._members
 
     def filter_list(self, names: Iterable[str]) -> tuple[str, ...]:
-        """Return the members among ``names``, in their order."""
+        """Return the names in ``names`` that belong to the subgraph, in the order of ``names``."""
         return tuple(name for name in names if self.is_member(name))
 
     def variable_uses(self, name: str) -> int:

@@ -20,8 +20,8 @@ from kfac_engine.graph.structure import Node
 from kfac_engine.graph.tensors import element_type, to_array
 from kfac_engine.graph.write import tensor
 
-# Element type of the gradients of half-precision values: the type in the file, or float32 of the
-# computation.
+# Element type of half-precision values' gradients: the file's type, or float32, in which they are
+# computed.
 GradientDType: TypeAlias = Literal["file", "float32"]
 GRADIENT_DTYPES: tuple[GradientDType, ...] = ("file", "float32")
 
