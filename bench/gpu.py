@@ -7,6 +7,7 @@ torch is installed and sees the device.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import import_module
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -34,6 +35,7 @@ from kfac_engine.bench.gpu_meter import (
     kind_of,
     resnet50,
 )
+from kfac_engine.bench.gpu_tune import TOLERANCE, expected, tune
 from kfac_engine.bench.jobs import DAMPING, square_window
 from kfac_engine.bench.report import Form
 from kfac_engine.kernels.moments import mirror
@@ -233,7 +235,7 @@ def _zeros(*shape: int) -> Array:
 Peer: TypeAlias = "TorchOnDevice | None"
 
 # Largest accepted difference from the definition relative to its largest entry, by backend.
-_TOLERANCES = {"cupy": 2e-6, "cupy-fp32": 2e-6, "cupy-tf32": 1e-2}
+_TOLERANCES = {"cupy": TOLERANCE, "cupy-fp32": TOLERANCE, "cupy-tf32": 1e-2}
 # Inverses are rounded to float32, and the damping magnifies errors a thousand times.
 _INVERSE_TOLERANCE = 1e-4
 # Numbers of rows of matrices whose eigenvectors and roots are computed.
@@ -328,12 +330,7 @@ def _input_error(backend: CupyBackend, layer: Layer, x: Array) -> float:
     backend.patch_second_moment(
         backend.asarray(x), window(layer), out, homogeneous=layer.homogeneous
     )
-    wanted = np.zeros(out.shape)
-    for image in x:  # the patches of a whole batch may not fit the memory
-        z = NumpyBackend().patches(image[None], window(layer))[0].astype(np.float64)
-        if layer.homogeneous:
-            z = np.concatenate([z, np.ones((len(z), 1))], axis=1)
-        wanted += z.T @ z
+    wanted = expected(x, window(layer), homogeneous=bool(layer.homogeneous))
     return float(difference(backend.to_numpy(out), wanted))
 
 
@@ -457,9 +454,13 @@ FORM = Form(
 )
 
 
-def run_gpu(console: Console, name: str) -> list[GpuRow]:
-    """Measure the GPU and print a table."""
+def run_gpu(console: Console, name: str, tuned: Path | None = None) -> list[GpuRow]:
+    """Measure the GPU and print a table; or write the fastest variants of kernels to a file."""
     meter = Meter(_on_gpu(_BACKENDS[0]))
+    if tuned is not None:
+        variants: list[GpuRow] = tune(meter, resnet50(), _BATCH, tuned)
+        FORM.show(console, f"Suite {name}", variants)
+        return variants
     peer = _peer()
     console.print(f"{meter.device}; torch {'takes' if peer else 'does not take'} part")
     for kind, rate in meter.rates.products.items():

@@ -62,6 +62,8 @@ class Options:
     resume: bool = False  # whether to skip the suites that the JSON file has already
     wide: bool = False  # whether tables of comparisons have all columns that fit
     models: Path | None = None  # folder of the suite ``models``
+    # File for the fastest variants of kernels, which the suite ``gpu`` measures instead.
+    tune: Path | None = None
     training: TrainingOptions = TRAINING_DEFAULTS  # options of the suite ``train``
 
 
@@ -107,7 +109,7 @@ def run_suites(
     contenders, threads = select_contenders(options.compare), checked_threads(options.threads)
     facts = machine(threads)
     path = None if json_path is None else Path(json_path)
-    check_outputs({"--json": path})
+    check_outputs({"--json": path, "--tune": options.tune})
     folder = None if options.plot is None else chart_folder(Path(options.plot))
     if options.resume and path is None:
         raise InputError("--resume continues a file of measurements: name it with --json.")
@@ -261,7 +263,7 @@ _SUBJECTS = {
 _ALONE: Mapping[str, Suite] = {
     "memory": lambda setting, name: run_memory(setting.console, name),
     "scaling": lambda setting, name: run_scaling(setting.console, name, setting.threads),
-    "gpu": lambda setting, name: run_gpu(setting.console, name),
+    "gpu": lambda setting, name: run_gpu(setting.console, name, setting.options.tune),
     "build": lambda setting, name: run_build(setting.console, name),
     "models": lambda setting, name: run_models(
         setting.console, name, setting.options.models, with_torch="torch" in setting.contenders

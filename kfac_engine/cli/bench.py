@@ -110,6 +110,12 @@ _OPTIONS = (
         help="Folder of the suite models, which tests/exporters/real_size.py of a checkout "
         "writes: NAME.onnx, and NAME.npz with an array for each input, and targets.",
     ),
+    Group.MEASUREMENTS.file(
+        "--tune",
+        metavar="FILE",
+        help="With the suite gpu, measure the variants of kernels for each shape instead, and add "
+        "the fastest ones to this file; kernels/tuned.json of a checkout has those of the package.",
+    ),
     Group.MACHINE.option(
         "--threads",
         type=int,

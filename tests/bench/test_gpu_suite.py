@@ -2,23 +2,28 @@
 
 import json
 from dataclasses import asdict
+from pathlib import Path
 
 import numpy as np
 import pytest
 from rich.console import Console
 
 from kfac_engine.backend import select
+from kfac_engine.backend.channel_groups import Accumulation
 from kfac_engine.backend.cpu.backend import NumpyBackend
 from kfac_engine.backend.cuda import inverse_roots
 from kfac_engine.backend.cuda.backend import CupyBackend
-from kfac_engine.bench import data, gpu, gpu_meter
+from kfac_engine.backend.cuda.gram import PatchMoments
+from kfac_engine.bench import data, gpu, gpu_meter, gpu_tune
 from kfac_engine.bench.gpu_meter import Layer, resnet50
 from kfac_engine.bench.peers import torch_gpu
 from kfac_engine.errors import BackendError
 from kfac_engine.kernels.launch import MACROS, source
+from kfac_engine.kernels.tuned import PATCH_BLOCKS, Choice
 from scripts import bench_tables
 from tests.backend import cupy_standin
 from tests.backend.test_select import forget
+from tests.cuda_on_cpu.device import ShimDevice
 from tests.cuda_on_cpu.module import compiler
 from tests.kernels.test_kernels_page import KERNEL
 
@@ -92,6 +97,41 @@ def test_ceilings_are_the_rates_that_floors_are_made_of(meter: gpu_meter.Meter) 
     assert rates.copied_bytes == pytest.approx(2 * 4 * 8**2 / seconds)
     assert rates.floor(gpu_meter.Counted("", rates.products["TF32"], 0.0), "TF32") == 1
     assert rates.floor(gpu_meter.Counted("", 0.0, rates.copied_bytes), "TF32") == 1
+
+
+def test_fastest_variants_are_written_and_chosen(
+    meter: gpu_meter.Meter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "tuned.json"
+    path.write_text(json.dumps({"sm_80": {"a shape": [True, 4]}}))
+    layers = Layer(64, 3, 3, 1, 4), Layer(3, 64, 1, 1, 4)
+    times = iter(range(100, 0, -1))  # the last variant of each shape is the fastest
+    timed = lambda work: gpu_meter.Times(gpu_meter.spread([float(next(times))]), 1.0)  # noqa: E731
+    monkeypatch.setattr(meter, "timed", timed)
+    rows = gpu_tune.tune(meter, layers, 2, path)
+    # Of 64 channels, pairs and patches, of inputs and of outputs; of 3 channels, patches.
+    assert len(rows) == 2 * (3 + 3) + 3
+    assert all(row.error is not None and row.error <= gpu_tune.TOLERANCE for row in rows)
+    table = json.loads(path.read_text())
+    assert table["sm_80"] == {"a shape": [True, 4]}
+    last = [False, PATCH_BLOCKS[-1]]
+    assert table["sm_90"] == dict.fromkeys(
+        (
+            "9 taps, 64 channels, 2^6 positions", "1 taps, 3 channels, 2^6 positions",
+            "1 taps, 64 channels, 2^6 positions",
+        ),
+        last,
+    )  # fmt: skip
+    # The choice decides which kernel runs.
+    device, out = ShimDevice(), np.zeros((576, 576), np.float32)
+    chosen = {key: Choice(*choice) for key, choice in table["sm_90"].items()}
+    x = data.normal(2, 64, 4, 4)
+    how = Accumulation(False, 1, 0)
+    for known in ({}, chosen):
+        moments = PatchMoments(device, 8 << 20, 3, known)
+        moments.add(x, gpu.window(layers[0]), out, how)
+    assert device.launched[-2:] == ["patch_products", "assemble_moment"]
+    assert "pair_products" in device.launched[:-2]
 
 
 def test_a_wrong_result_ends_the_suite(meter: gpu_meter.Meter) -> None:

@@ -11,6 +11,7 @@ from kfac_engine.backend.cuda.gram import PatchMoments, plan
 from kfac_engine.backend.window import Window
 from kfac_engine.errors import ShapeError
 from kfac_engine.kernels.moments import TILE
+from kfac_engine.kernels.tuned import PATCH_BLOCKS
 from tests.backend.geometries import CORNERS, STRIDE_ONE, STRIDED, Case
 from tests.backend.truths import moment, patches
 from tests.cuda_on_cpu.device import ShimDevice
@@ -147,7 +148,8 @@ def test_positions_are_split_for_many_processors() -> None:
 
 
 def passes(case: Case, processors: int = 100, scratch: int = SCRATCH) -> tuple:
-    return plan(case.window, case.n, case.channels, case.sides, processors, scratch)
+    blocks = processors * PATCH_BLOCKS[0]
+    return plan(case.window, case.n, case.channels, case.sides, blocks, scratch)
 
 
 def test_3x3_plan_has_13_products_over_pixels_that_both_taps_see() -> None:

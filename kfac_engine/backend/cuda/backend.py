@@ -29,6 +29,7 @@ from kfac_engine.kernels.groups import cross_entropy, draw_classes, sum_examples
 from kfac_engine.kernels.moments import mirror
 from kfac_engine.kernels.patches import write_patches
 from kfac_engine.kernels.spans import find_infinite, multiply_pairs
+from kfac_engine.kernels.tuned import tuned
 
 SCRATCH_BYTES = 256 << 20
 
@@ -72,7 +73,8 @@ class CupyBackend:
         self.tf32 = split == 1
         self._many = CupyManyArrays(self.device)
         self._linalg = CupyLinearAlgebra(self.device, scratch_bytes)
-        self._moments = PatchMoments(self.device, scratch_bytes, split)
+        fastest = tuned(self.device.architecture)
+        self._moments = PatchMoments(self.device, scratch_bytes, split, fastest)
         self._groups = GroupProducts(self.device, scratch_bytes)
 
     @property

@@ -140,6 +140,7 @@ class CupyDevice:
             raise BackendError(f"the GPU cannot be used: {_first_line(failure)}.") from failure
         self.name = f"{name}, compute capability {self.capability / 10}, {self.memory >> 30} GiB"
         self.tensor_cores = self.capability >= 80
+        self.architecture = f"sm_{self.capability}"
         self._modules: dict[tuple[str, tuple[str, ...]], Any] = {}
         self._functions: dict[tuple[str, str, tuple[str, ...]], Launch] = {}
         self._blas: Any = import_module("cupy_backends.cuda.libs.cublas")

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import pairwise
 from math import prod
+from types import MappingProxyType
 
 import numpy as np
 
@@ -27,11 +28,10 @@ from kfac_engine.kernels.groups import Groups, add_group_moments, add_squares
 from kfac_engine.kernels.launch import Device
 from kfac_engine.kernels.moments import TILE, Pass, Scales, add_products
 from kfac_engine.kernels.patches import add_border, add_patch_squares
+from kfac_engine.kernels.tuned import PATCH_BLOCKS, Choices, choices, shape_key
 
 # Least number of positions of a block. With fewer positions, the start of the block dominates.
 _SHORTEST = 512
-# Number of blocks for each multiprocessor, so that the last wave is short.
-_BLOCKS_EACH = 12
 _DEPTH = 16  # positions that a block of patch_products.cu loads at a time
 
 
@@ -40,19 +40,18 @@ def plan(
     images: int,
     channels: int,
     spatial_shape: tuple[int, ...],
-    processors: int,
+    blocks: int,
     scratch_bytes: int,
 ) -> tuple[Pass, ...]:
     """Return the passes that compute a Gram matrix of patches, with arrays of the host.
 
-    Each pass computes different tiles.
-    ``processors`` is the number of multiprocessors of the device. ``scratch_bytes`` bounds the
-    partial results of a pass.
+    Each pass computes different tiles. The products are divided into ``blocks`` pieces or less.
+    ``scratch_bytes`` bounds the partial results of a pass.
     """
     recipe = recipe_for(window, images, channels, spatial_shape)
     needed = {part for terms in recipe.terms.values() for part, _ in terms}
     total = sum(images * recipe.positions(part.grid) for part in needed)
-    length = piece_length(total, processors * _BLOCKS_EACH, _SHORTEST, _DEPTH)
+    length = piece_length(total, blocks, _SHORTEST, _DEPTH)
     capacity = max(1, scratch_bytes // (TILE**2 * 4))
     groups = fitting(recipe, images, length, capacity)
     return tuple(_pass(recipe, images, length, group) for group in groups)
@@ -89,13 +88,19 @@ class PatchMoments:
     ``scratch_bytes`` bounds the partial results of one pass, and may be changed. ``split`` is the
     number of TF32 products for each float32 product on tensor cores: 3 has float32 accuracy, 1 does
     not, 0 uses FP32 units. With 3, channels that are a multiple of 64 take the way of
-    ``PairMoments``.
+    ``PairMoments``, unless ``tuned`` has another choice for the shape.
     """
 
-    def __init__(self, device: Device, scratch_bytes: int, split: int) -> None:
+    def __init__(
+        self,
+        device: Device,
+        scratch_bytes: int,
+        split: int,
+        tuned: Choices = MappingProxyType({}),
+    ) -> None:
         self._device = device
         self.scratch_bytes = scratch_bytes
-        self._split = split
+        self._split, self._tuned = split, tuned
         self._pairs = PairMoments(device)
         self._plans: dict[tuple[object, ...], tuple[Pass, ...]] = {}
         self._geometries: dict[tuple[object, ...], Geometry] = {}
@@ -113,15 +118,23 @@ class PatchMoments:
                 f"a Gram matrix of {features} features{' and a bias' if how.homogeneous else ''} "
                 f"does not fit a matrix of shape {out.shape}."
             )
-        if self._split == 3 and self._pairs.takes(x, window, self.scratch_bytes):
-            self._pairs.add(x, window, out, how, self.scratch_bytes)
+        outputs = window.output_shape(x.shape[2:])
+        default, *_ = choices(pairs=self.may_use_pairs(x, window))
+        key = shape_key(window.taps, x.shape[1], len(x) * prod(outputs))
+        choice = self._tuned.get(key, default)
+        if choice.pairs and default.pairs:
+            self._pairs.add(x, window, out, how, self.scratch_bytes, choice.blocks)
             return
         self.settle(out)
-        outputs = window.output_shape(x.shape[2:])
+        blocks = PATCH_BLOCKS[0] if choice.pairs else choice.blocks
         most = max(1, MOST_POSITIONS // prod(outputs))
         for start in range(0, len(x), most):
-            self._add(x[start : start + most], window, out, how)
+            self._add(x[start : start + most], window, out, how, blocks)
             how = how.of_others
+
+    def may_use_pairs(self, x: Array, window: Window) -> bool:
+        """Return whether ``PairMoments`` computes the Gram matrix with float32 accuracy."""
+        return self._split == 3 and self._pairs.takes(x, window, self.scratch_bytes)
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
@@ -147,8 +160,8 @@ class PatchMoments:
         """Compute the matrices of all calls of ``add`` in a ``gathered`` context."""
         self._pairs.flush(self.scratch_bytes)
 
-    def _add(self, x: Array, window: Window, out: Array, how: Accumulation) -> None:
-        passes = self._passes(window, len(x), x.shape[1], x.shape[2:])
+    def _add(self, x: Array, window: Window, out: Array, how: Accumulation, blocks: int) -> None:
+        passes = self._passes(window, len(x), x.shape[1], x.shape[2:], blocks)
         geometry = self.geometry(x, window)
         scales = Scales(window.taps * x.shape[1], how.alpha, how.beta)
         add_products(self._device, x, out, geometry, passes, scales, self._split)
@@ -173,11 +186,16 @@ class PatchMoments:
         return self._geometries[key]
 
     def _passes(
-        self, window: Window, images: int, channels: int, spatial_shape: tuple[int, ...]
+        self,
+        window: Window,
+        images: int,
+        channels: int,
+        spatial_shape: tuple[int, ...],
+        blocks: int,
     ) -> tuple[Pass, ...]:
-        key = window, images, channels, spatial_shape, self.scratch_bytes
+        key = window, images, channels, spatial_shape, blocks, self.scratch_bytes
         if key not in self._plans:
-            host = plan(*key[:4], self._device.processors, self.scratch_bytes)
+            host = plan(*key[:4], blocks * self._device.processors, self.scratch_bytes)
             self._plans[key] = tuple(self._uploaded(item) for item in host)
         return self._plans[key]
 

@@ -32,8 +32,7 @@ from kfac_engine.kernels.moments import TILE, Scales
 from kfac_engine.kernels.pairs import DEPTH, PairLayer, PairPass, add_pair_products
 from kfac_engine.kernels.patches import add_border
 
-# Number of blocks for each multiprocessor, and least number of positions of a block.
-_BLOCKS_EACH = 8
+# Least number of positions of a block.
 _SHORTEST = 1024
 # Largest number of layers of a group: each block searches its layer.
 _MOST_LAYERS = 32
@@ -47,11 +46,12 @@ class _Moment(NamedTuple):
     window: Window
     out: Array
     how: Accumulation
+    blocks: int  # of each multiprocessor
 
     @property
     def key(self) -> tuple[object, ...]:
         """What a plan depends on."""
-        return self.window, self.x.shape
+        return self.window, self.x.shape, self.blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,11 +87,18 @@ class PairMoments:
         return aligned and _PAIR_BYTES * image <= scratch_bytes // 2
 
     def add(
-        self, x: Array, window: Window, out: Array, how: Accumulation, scratch_bytes: int
+        self,
+        x: Array,
+        window: Window,
+        out: Array,
+        how: Accumulation,
+        scratch_bytes: int,
+        blocks: int,
     ) -> None:
         """Compute ``out ← beta·out + alpha·Σ z zᵀ`` over all patches of all images, in place.
 
-        The arguments are as for ``PatchMoments.add``. Inside ``gathered``, the matrix is computed
+        The arguments are as for ``PatchMoments.add``. ``blocks`` is the number of blocks for each
+        multiprocessor. Inside ``gathered``, the matrix is computed
         later.
         """
         positions = prod(window.output_shape(x.shape[2:]))
@@ -104,7 +111,7 @@ class PairMoments:
             full = 4 * _PAIR_BYTES * entries > scratch_bytes
             if full or self.awaits(out):
                 self.flush(scratch_bytes)
-            self._waiting.append(_Moment(part, window, out, how))
+            self._waiting.append(_Moment(part, window, out, how, blocks))
             how = how.of_others
         if not self._gathers:
             self.flush(scratch_bytes)
@@ -155,7 +162,7 @@ class PairMoments:
             host = plans[0] if len(plans) == 1 else (_joined([plan[0] for plan in plans]),)
             self._groups[key] = tuple(self._uploaded(part) for part in host)
         layers = []
-        for x, window, out, how in group:
+        for x, window, out, how, _ in group:
             scales = Scales(window.taps * x.shape[1], how.alpha, how.beta)
             layers.append(PairLayer(x, out, self._geometry(x, window), scales))
         add_pair_products(self._device, layers, self._groups[key])
@@ -168,7 +175,8 @@ class PairMoments:
         if key not in self._plans:
             images, channels, *spatial_shape = moment.x.shape
             recipe = recipe_for(moment.window, images, channels, tuple(spatial_shape))
-            host = plan(recipe, images, channels, self._device.processors, _capacity(scratch_bytes))
+            blocks = moment.blocks * self._device.processors
+            host = plan(recipe, images, channels, blocks, _capacity(scratch_bytes))
             self._plans[key] = host
         return self._plans[key]
 
@@ -186,19 +194,19 @@ class PairMoments:
 
 
 def plan(
-    recipe: Recipe, images: int, channels: int, processors: int, capacity: int
+    recipe: Recipe, images: int, channels: int, blocks: int, capacity: int
 ) -> tuple[_HostPass, ...]:
     """Return the passes of one layer, with arrays of the host.
 
     Each pass computes different tiles, and has at most ``capacity`` partial results if one tile
-    does not need more. ``processors`` is the number of multiprocessors of the device.
+    does not need more. The products are divided into ``blocks`` pieces or less.
     """
     each = channels // TILE
     terms = (part for terms in recipe.terms.values() for part, _ in terms)
     boxes = _blocks(dict.fromkeys(terms), each)
     total = sum(images * recipe.positions(block.grid) for block in boxes)
     step = DEPTH * (2 if each % 2 == 0 else 1)
-    length = piece_length(total, processors * _BLOCKS_EACH, _SHORTEST, step)
+    length = piece_length(total, blocks, _SHORTEST, step)
     groups = fitting(recipe, images, length, capacity)
     return tuple(_pass(recipe, images, each, length, group) for group in groups)
 
