@@ -97,7 +97,7 @@ def test_steps_equal_those_of_one_process(case):
 PHASES = {
     "forward": (lambda engine: engine._passes, "trace"),
     "backward": (lambda engine: engine._passes, "_differentiate"),
-    "statistics": (lambda engine: engine.fisher.sources, "of_batch"),
+    "statistics": (lambda engine: engine.fisher, "measure"),
 }
 
 
