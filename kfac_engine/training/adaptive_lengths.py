@@ -385,14 +385,17 @@ class AdaptiveLengthUpdate:
         smaller side is at most 2 N, or which keep their natural gradients, have no entry. The
         numbers are on the host.
         """
-        least: dict[str, Any] = {}
+        least, matrices, excess = dict[str, Any](), dict[str, Array](), dict[str, Any]()
         for name, direction in natural.items():
             side: Any = self.sides[name]
-            excess = side / (_OF_EXAMPLE * step.examples)
-            if name in self.equal and (is_recorded(excess) or excess > 1):
-                matrices = self.units.weights[name].matrices(direction, copy=False)
-                squares = excess * largest_singular_values(matrices, self.matmul) ** 2
-                least[name] = squares.reshape(step.slots["slope"][name].shape)
+            excess[name] = side / (_OF_EXAMPLE * step.examples)
+            if name in self.equal and (is_recorded(excess[name]) or excess[name] > 1):
+                matrices[name] = self.units.weights[name].matrices(direction, copy=False)
+        kinds = {name: (*stack.shape[1:], self.sides[name]) for name, stack in matrices.items()}
+        for names in groups(matrices, kinds):
+            stack = joined(matrices, names).reshape(-1, *matrices[names[0]].shape[1:])
+            squares = excess[names[0]] * largest_singular_values(stack, self.matmul) ** 2
+            least |= separated(squares, {name: step.slots["slope"][name] for name in names})
         if any(map(on_device, least.values())):
             on_host = self.engine.collection.backend.download([*least.values()])
             return dict(zip(least, on_host, strict=True))
@@ -497,7 +500,7 @@ class AdaptiveLengthUpdate:
         if not iterations:
             return directions
         matrices = {name: weights[name].matrices(natural[name]) for name in iterations}
-        kinds = {name: (matrices[name].shape[1:], n) for name, n in iterations.items()}
+        kinds = {n: self._kind(n, stack, iterations[n]) for n, stack in matrices.items()}
         for names in groups(matrices, kinds):
             shape, count = matrices[names[0]].shape[1:], iterations[names[0]]
             stack = joined(matrices, names).reshape(-1, *shape)
@@ -535,6 +538,12 @@ class AdaptiveLengthUpdate:
         of_one = 2 * side if side >= _SMALL_SIDE else _ROWS_OF_SMALL
         iterations = self._rows(name, examples) / of_one
         return int(min(iterations, _ITERATIONS)) if isinstance(iterations, float) else iterations
+
+    def _kind(self, name: str, matrices: Array, iterations: Any) -> tuple[Any, ...]:
+        """Return what weights have in common whose matrices are orthogonalized in one stack."""
+        if is_recorded(iterations):  # equal numbers of rows give equal numbers of iterations
+            return (*matrices.shape[1:], self.sides[name], self._rows(name, 1.0))
+        return (*matrices.shape[1:], iterations)
 
     def _by_adam(
         self, names: tuple[str, ...], value: Array, mean: Array, parameter: Array, step: StepInputs

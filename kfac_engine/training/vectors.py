@@ -14,7 +14,7 @@ import numpy as np
 from scipy.linalg import blas
 
 from kfac_engine._types import Array
-from kfac_engine.backend.namespace import array_module, is_recorded
+from kfac_engine.backend.namespace import array_module
 from kfac_engine.backend.protocol import ManyArrays
 
 Vector: TypeAlias = Mapping[str, Array]
@@ -25,8 +25,8 @@ Products: TypeAlias = Mapping[tuple[str, ...], Array]
 _PART = 1 << 16
 # Largest number of entries of an array in a group. A call of NumPy takes as long as the arithmetic
 # of some thousand entries, and a launch on a GPU as long as the arithmetic of some hundred
-# thousand.
-_SMALL, _SMALL_ON_DEVICE = 1 << 13, 1 << 18
+# thousand. In a file, the nodes of each array take time when a session is created, too.
+_SMALL, _SMALL_ELSEWHERE = 1 << 13, 1 << 18
 
 _AXPY: Mapping[str, Any] = {"f": blas.saxpy, "d": blas.daxpy}
 
@@ -107,8 +107,8 @@ def groups(arrays: Vector, kinds: Mapping[str, Any]) -> Iterator[tuple[str, ...]
     together: dict[Any, list[str]] = {}
     for name, kind in kinds.items():
         array = arrays[name]
-        largest = _SMALL if isinstance(array, np.ndarray) else _SMALL_ON_DEVICE
-        small = kind is not None and not is_recorded(array) and array.size <= largest
+        largest = _SMALL if isinstance(array, np.ndarray) else _SMALL_ELSEWHERE
+        small = kind is not None and array.size <= largest
         together.setdefault((kind, array.dtype) if small else name, []).append(name)
     return map(tuple, together.values())
 
