@@ -233,6 +233,8 @@ def _extents(curvature: "ke.Curvature") -> dict[str, str]:
 
 def _notes(curvature: "ke.Curvature") -> list[str]:
     """Return clauses on interpretations of the model that may be wrong."""
+    from kfac_engine.engine.report import inference_notes
+
     model = curvature.model
     coupled = (
         f"examples depend on each other, first by {loss.coupling}: the curvature takes them for "
@@ -240,7 +242,7 @@ def _notes(curvature: "ke.Curvature") -> list[str]:
         for loss in model.losses
         if loss.coupling
     )
-    notes = (*curvature.layout.assembly.notes, *model.inference_notes, *coupled)
+    notes = (*curvature.layout.assembly.notes, *inference_notes(model.passes.model), *coupled)
     return list(dict.fromkeys(notes))
 
 

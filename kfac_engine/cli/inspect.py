@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from kfac_engine.engine.report import LayerReport, LossReport
     from kfac_engine.engine.spectra import FactorSpectrum
     from kfac_engine.graph.analysis.exporter_changes import Tie
-    from kfac_engine.runtime.model import OnnxModel
 
     # Name, shape and reason.
     Untrained: TypeAlias = tuple[str, tuple[int, ...], str]
@@ -101,9 +100,11 @@ class _Report:
 
     def notes(self) -> list[str]:
         """Return clauses about interpretations of the model that may be wrong."""
-        engine = self.engine
+        from kfac_engine.engine.report import inference_notes
+
+        engine, model = self.engine, self.engine.passes.model
         doubts = (doubt for loss in engine.losses for doubt in loss.doubts)
-        notes = (*doubts, *_model(engine).loaded.notes, *engine.inference_notes)
+        notes = (*doubts, *model.loaded.notes, *inference_notes(model))
         return list(dict.fromkeys(notes))
 
 
@@ -204,7 +205,7 @@ def _untrained(engine: "ke.Engine") -> "list[Untrained]":
     """Return name, shape and reason of each float constant that is not a parameter."""
     from kfac_engine.graph.analysis.trainable import excluded_reason
 
-    model = _model(engine)
+    model = engine.passes.model
     graph = model.loaded.graph
     return [
         (
@@ -215,15 +216,6 @@ def _untrained(engine: "ke.Engine") -> "list[Untrained]":
         for name, array in graph.constants.items()
         if name not in engine.parameters and array.dtype.kind == "f"
     ]
-
-
-def _model(engine: "ke.Engine") -> "OnnxModel":
-    """Return the model of an engine."""
-    from kfac_engine.runtime.model import OnnxModel
-
-    model = engine.collection.graph
-    assert isinstance(model, OnnxModel), "an engine has a model"
-    return model
 
 
 def _say_all(lines: Iterable[str], write: Callable[[str], None] = say) -> None:
@@ -244,7 +236,7 @@ def _uncovered(engine: "ke.Engine") -> Iterator[str]:
     for reason, names in reasons.items():
         yield f"{', '.join(names)}: no layer, {reason}"
     alone = engine.fisher.differentiated_alone
-    if _model(engine).backward(engine.objective.inputs, alone).gradients:
+    if engine.passes.model.backward(engine.objective.inputs, alone).gradients:
         yield "without a layer: each update differentiates the examples one by one"
 
 

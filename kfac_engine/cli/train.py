@@ -186,6 +186,7 @@ def _train(
 ) -> None:
     import kfac_engine as ke
     from kfac_engine.cli.files import read_sample
+    from kfac_engine.engine.report import inference_notes
 
     _check(files, model, resume=course.resume)
     with working("preparing the model"), shown_warnings():
@@ -194,7 +195,7 @@ def _train(
             model, sample_inputs=sample, gradient_dtype="float32", **options
         )
         optimizer = _optimizer(engine, **vars(update))
-    for note in engine.inference_notes:
+    for note in inference_notes(engine.passes.model):
         tell("note", f"{printable(note)}.")
     interruption = click.get_current_context().ensure_object(Invocation).interruption
     callbacks = list(_callbacks(choices))
@@ -207,7 +208,7 @@ def _train(
         raise
     with working("writing the model"):
         engine.export(files.out)
-        if files.report is not None and engine.agreement.rank == 0:
+        if files.report is not None and engine.passes.agreement.rank == 0:
             ke.report(history, files.report)
     with report_beside(files.out):
         _report(history, files.out, as_json)

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
-from math import isfinite
+from math import isfinite, prod
 from types import MappingProxyType
 from typing import NamedTuple, NoReturn
 
@@ -27,7 +27,7 @@ from kfac_engine.engine.build import Assembly
 from kfac_engine.engine.curvature_products import CurvatureProducts
 from kfac_engine.engine.model_arrays import ModelArrays
 from kfac_engine.engine.rollback import ignore_overflow
-from kfac_engine.engine.sample_space import SampleSpace
+from kfac_engine.engine.sample_space import SampleSpace, bytes_of
 from kfac_engine.engine.validation import check_batch_size, check_finite, check_variances
 from kfac_engine.errors import DivergenceWarning, KfacError, NonFiniteError, warn
 from kfac_engine.layers.feature_powers import FeaturePowers
@@ -68,6 +68,16 @@ class BackwardResult(NamedTuple):
             gradient *= factor
         each = tuple([loss * factor for loss in self.each])
         return BackwardResult(self.loss * factor, self.gradients, each=each)
+
+
+class StepGradients(NamedTuple):
+    """Loss and gradients of a step of an optimizer, over all processes."""
+
+    loss: float
+    gradients: dict[str, Array]  # by parameter, in the layout of the file
+    residuals: Residuals  # of all processes, if those of this one are measured
+    losses: dict[str, float]  # the part of the loss of each output, if there are several
+    notes: tuple[str, ...]  # notes on the axes of the batch
 
 
 def reported_loss(trace: Trace, objective: Objective, observation: Observation) -> float:
@@ -150,38 +160,60 @@ class BatchPasses:
         assembly: The model and its losses.
 
     Attributes:
+        model: The model.
+        task: Its losses and examples.
         objective: Losses and reduction.
         example_axes: The axes of the examples in inputs and targets.
         arrays: Converts arrays of the model.
         shards: The processes, and their shards of the latest batch.
+        agreement: The operations of all processes; a single process agrees with itself.
         history: Losses of the latest calls.
         part_sizes: Examples of each process in each part of the latest batch.
         absent: Numbers of the loss functions of which no target counts in the latest batch.
     """
 
     def __init__(self, assembly: Assembly) -> None:
-        self._assembly, self._model, self._task = assembly, assembly.model, assembly.task
-        self.objective = self._task.objective
-        self.example_axes = self._task.example_axes
+        self._assembly, self.model, self.task = assembly, assembly.model, assembly.task
+        self.objective = self.task.objective
+        self.example_axes = self.task.example_axes
         self.arrays = ModelArrays(assembly.model, assembly.collection.backend)
         self.shards = BatchShards(
             assembly.options.communicator, self.objective, lambda: self.arrays.on_host()[0]
         )
+        self.agreement = self.shards.agreement
         # The first process warns.
-        self.history = LossHistory(warns=self.shards.agreement.rank == 0)
+        self.history = LossHistory(warns=self.agreement.rank == 0)
         self.part_sizes: tuple[tuple[int, ...], ...] = ()
         self.absent = frozenset[int]()
 
     @property
     def parameters(self) -> dict[str, Array]:
         """See ``Engine.parameters``."""
-        return self.arrays.for_caller(self._model.parameters)
+        return self.arrays.for_caller(self.model.parameters)
+
+    @property
+    def stored_parameters(self) -> dict[str, Array]:
+        """The arrays of the engine by parameter name; nobody may change them."""
+        return self.arrays.stored(self.model.parameters)
 
     def parts(self, inputs: Inputs, targets: Targets = None) -> Sequence[Batch]:
-        """See ``Engine.parts``."""
-        loss, parts = self._task.file_loss, parts_of(inputs, targets)
+        """Return the parts of a batch: one, unless a list of parts is given.
+
+        Labels of a loss that the file computes are targets, also where they are among the inputs.
+
+        Args:
+            inputs: As for ``Engine.trace``; or a list of parts, each a pair of inputs and targets.
+            targets: The targets; None for a list of parts.
+
+        Returns:
+            Pairs of inputs and targets.
+
+        Raises:
+            InputError: The list is empty, an entry is not part, or targets are given twice.
+        """
+        loss, parts = self.task.file_loss, parts_of(inputs, targets)
         if len(parts) > 1:
-            self._task.require_parts()
+            self.task.require_parts()
         if any(is_array(its_inputs) for its_inputs, _ in parts):
             named = self.example_axes.named
             parts = [(named(x) if is_array(x) else x, y) for x, y in parts]
@@ -194,10 +226,10 @@ class BatchPasses:
 
     def trace(self, inputs: Mapping[str, Array], targets: Targets = None) -> Trace:
         """Evaluate a batch, as ``parts`` returns it; see ``Engine.trace``."""
-        check_batch_size(self._task.batch, inputs)
+        check_batch_size(self.task.batch, inputs)
         if isinstance(inputs, dict | Mapping):
             inputs = self.arrays.for_model(inputs)
-        trace = self._model.run(inputs, self.objective.named_targets(targets))
+        trace = self.model.run(inputs, self.objective.named_targets(targets))
         return trace.require_finite(self.objective.inputs)
 
     def traced(self, batch: Trace | Sequence[Batch]) -> TracedParts:
@@ -208,8 +240,8 @@ class BatchPasses:
 
     def observe(self, trace: Trace, *, targets: bool = True) -> Observation:
         """Check the values that the losses read; see ``Objective.observe``."""
-        if self._model.new_buffers and self.objective.examples(trace) == 1:
-            check_variances(self._model.graph, self._model.facts, trace)
+        if self.model.new_buffers and self.objective.examples(trace) == 1:
+            check_variances(self.model.graph, self.model.facts, trace)
         try:
             return self.objective.observe(trace, targets=targets)
         except NonFiniteError as error:
@@ -278,7 +310,7 @@ class BatchPasses:
             return backward
 
         backward = self._joined(traced, differentiate)
-        joined = self._model.joined_buffers(buffers[-count:])
+        joined = self.model.joined_buffers(buffers[-count:])
         return backward._replace(buffers=joined, notes=tuple(notes))
 
     def _differentiate(
@@ -291,10 +323,10 @@ class BatchPasses:
         update_buffers: bool,
     ) -> BackwardResult:
         """Compute loss and gradients of a shard; see ``run_backward`` for the arguments."""
-        parameters, objective = tuple(self._model.parameters), self.objective
+        parameters, objective = tuple(self.model.parameters), self.objective
         try:
             backward = run_backward(trace, objective, observation, parameters, outputs, residuals)
-            check_finite(backward.gradients, self._model.memory_space)
+            check_finite(backward.gradients, self.model.memory_space)
         except NonFiniteError as error:
             self._raise_with_origin(error, trace)
         return BackwardResult(
@@ -302,7 +334,7 @@ class BatchPasses:
             self.arrays.for_backend(backward.gradients),
             backward.outputs,
             self._updated_buffers(trace) if update_buffers else {},
-            disagreements(self._model.graph, trace),
+            disagreements(self.model.graph, trace),
             backward.each,
         )
 
@@ -311,8 +343,38 @@ class BatchPasses:
         if not self.shards.alone:
             arrays = {name: entries(gradient) for name, gradient in gradients.items()}
             with self.history.explain():
-                check_finite(arrays, self._model.memory_space)
+                check_finite(arrays, self.model.memory_space)
         self.history.add(loss)
+
+    def step_gradients(
+        self,
+        parts: Sequence[Batch],
+        residuals: Residuals | None = None,
+        features: FeaturePowers | None = None,
+        *,
+        update_buffers: bool = True,
+    ) -> StepGradients:
+        """Differentiate a batch of all processes, and update running statistics.
+
+        The caller has checked the memory. ``residuals`` measures the residuals of this process, and
+        ``features`` receives the powers of features in the batch of all processes.
+        """
+        backward = self.gradients(self.traced(parts), update_buffers, residuals, features)
+        (loss, *each), residuals = self.shards.totals((backward.loss, *backward.each), residuals)
+        if not self.shards.alone:
+            with self.agreement.exchanging():
+                powers = None if features is None else features.sums
+                more = [] if powers is None else [powers]
+                self.shards.sum([*backward.gradients.values(), *more])
+        self.record(loss, backward.gradients)
+        self.model.buffers.update(backward.buffers)
+        losses: dict[str, float] = {}
+        for term, value in zip(self.objective.terms, each, strict=True):
+            name = self.objective.outputs.get(term.inputs[0], term.inputs[0])
+            losses[name] = losses.get(name, 0.0) + value
+        gradients = self.model.to_file_layout(backward.gradients)
+        losses = losses if len(losses) > 1 else {}
+        return StepGradients(loss, gradients, residuals, losses, backward.notes)
 
     # -- statistics -------------------------------------------------------------------------------
 
@@ -339,7 +401,7 @@ class BatchPasses:
                 latest batch.
             by_example: Whether gradients of single examples are measured as well.
         """
-        self._task.require_examples("statistics of curvature need")
+        self.task.require_examples("statistics of curvature need")
         traced.count(self.shards, partial(self.observe, targets=False), examples)
         if examples is not None and not traced.size.absent <= self.absent:
             return None
@@ -398,6 +460,32 @@ class BatchPasses:
             weights = ExampleWeights.of(pairs, trace, seen.size.examples, fisher.sources.places)
         return MeasuredBatch(trace, scales, weights, absent=seen.whole.absent)
 
+    def update_averages(
+        self,
+        fisher: Fisher,
+        batch: Trace | Sequence[Batch],
+        examples: int | None = None,
+        *,
+        decay: float | None = None,
+        by_example: bool = True,
+    ) -> bool:
+        """Measure a batch and commit its statistics, in an ``Engine.transaction`` of the caller.
+
+        Args:
+            fisher: Measures and commits.
+            batch: The evaluation of the batch, or its parts as ``parts`` returns them.
+            examples: As for ``Engine.update_statistics``, and so is the result.
+            decay: Weight of the old averages; None for the option ``ema_decay``.
+            by_example: Whether gradients of single examples are measured.
+        """
+        fisher.wait()
+        traced = self.traced(batch)
+        update = self.measure(fisher, traced, examples=examples, by_example=by_example)
+        if update is not None:
+            _, _, update = fisher.agree(0.0, update)
+            fisher.commit(update, decay=decay)
+        return update is not None
+
     # -- products ---------------------------------------------------------------------------------
 
     def curvature_products(
@@ -408,8 +496,16 @@ class BatchPasses:
         return CurvatureProducts(*arguments, examples)
 
     def sample_space(self, parts: Sequence[Batch]) -> SampleSpace:
-        """See ``Engine.sample_space``."""
+        """Return the rows of the Fisher matrix of a batch, as ``parts`` returns it."""
         return SampleSpace(self._assembly, self.arrays, self.traced(parts), self.shards)
+
+    def sample_space_bytes(self, examples: int) -> int:
+        """Return a bound of the memory of a ``sample_space``, from the shapes of the sample run."""
+        facts, rows = self.model.facts, 0
+        for term in self.objective.terms:
+            shapes = {name: tuple(facts[name].shape) for name in term.inputs}
+            rows += examples * prod(term.static_inner_shape(shapes)[1:])
+        return bytes_of(rows, sum(array.size for array in self.model.parameters.values()))
 
     @contextmanager
     def explained(self, trace: Trace) -> Iterator[None]:
@@ -424,16 +520,16 @@ class BatchPasses:
 
     def _updated_buffers(self, trace: Trace) -> dict[str, Array]:
         """Return the running statistics after a batch."""
-        if not self._model.new_buffers:
+        if not self.model.new_buffers:
             return {}
-        buffers = self._model.buffers_after(trace)
+        buffers = self.model.buffers_after(trace)
         with trace.explain():
-            check_finite(buffers, self._model.memory_space, "the running statistic")
+            check_finite(buffers, self.model.memory_space, "the running statistic")
         return buffers
 
     def _raise_with_origin(self, error: NonFiniteError, trace: Trace) -> NoReturn:
         """Raise an error as in a context of ``explained``, with the first node as well."""
-        origin = origin_named(self._model, trace, self.objective)
+        origin = origin_named(self.model, trace, self.objective)
         with ignore_overflow(), self.explained(trace), origin:
             raise error
 
@@ -457,7 +553,7 @@ class BatchPasses:
                 result = result.times(corrections[0])
             else:
                 result, _ = self._sum(traced, differentiate, whole)
-            check_finite(result.gradients, self._model.memory_space)
+            check_finite(result.gradients, self.model.memory_space)
         return result
 
     def _sum(
@@ -485,7 +581,7 @@ class BatchPasses:
             results[:] = [results[0].plus(result) if results else result]
 
         if len(traced.parts) > 1 or not self.shards.alone:
-            self._task.require_examples("a batch in parts, or of several processes, needs")
+            self.task.require_examples("a batch in parts, or of several processes, needs")
         traced.each(add)
         self.part_sizes = tuple(part.counts for part in traced.exchanges)
         return results[0], sizes

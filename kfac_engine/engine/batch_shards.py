@@ -15,7 +15,7 @@ from kfac_engine.distributed.protocol import Alone, Communicator
 from kfac_engine.distributed.shards import RowRange
 from kfac_engine.engine.rollback import ignore_overflow
 from kfac_engine.errors import InputError, ShapeError
-from kfac_engine.losses.objective import BatchSize, Objective, Observation
+from kfac_engine.losses.objective import BatchSize, Objective, Observation, Residuals
 from kfac_engine.runtime.trace import Trace
 
 # Batches between two comparisons of the parameters.
@@ -122,6 +122,29 @@ class BatchShards:
     def summed(self, arrays: Sequence[Array]) -> list[Array]:
         """Return the sums of arrays, as for ``sum``, in new arrays; there are several ranks."""
         return summed(self.communicator, arrays)
+
+    def totals(
+        self, losses: Sequence[float], residuals: Residuals | None
+    ) -> tuple[list[float], Residuals]:
+        """Return losses and residuals of all processes."""
+        sums = {} if residuals is None else residuals.sums
+        entries = {(n, i): x for n, entry in sums.items() for i, x in enumerate(entry)}
+        # The sums of features are arrays; their lengths may differ, as those of sequences do.
+        features = {place: x for place, x in entries.items() if np.ndim(x)}
+        numbers = {place: float(x) for place, x in entries.items() if not np.ndim(x)}
+        table = self.agreement.of_all(*losses, *numbers.values(), *map(len, features.values()))
+        count = len(losses) + len(numbers)
+        totals = table[:, :count].sum(axis=0).tolist()
+        lengths = table[:, count:].max(axis=0).astype(int)
+        arrays = [np.zeros(length) for length in lengths]
+        for array, of_rank in zip(arrays, features.values(), strict=True):
+            array[: len(of_rank)] = of_rank.tolist()
+        with self.agreement.exchanging():
+            self.sum(arrays)
+        every = dict(zip([*numbers, *features], [*totals[len(losses) :], *arrays], strict=True))
+        return totals[: len(losses)], Residuals(
+            {n: tuple([every[n, i] for i in range(len(entry))]) for n, entry in sums.items()}
+        )
 
 
 def parameter_checksums(parameters: Mapping[str, Array]) -> dict[str, str]:

@@ -87,6 +87,7 @@ class Engine(Summarized, TrainableModel):
         collection: Layers, losses and blocks.
         estimator: Statistics and products.
         fisher: The same; ``step`` measures, commits, refreshes and multiplies.
+        passes: Evaluates and differentiates batches; it has the model and the processes.
         objective: Losses and reduction.
         example_axes: The axes of the examples in inputs and targets.
         counter: Number of calls of ``observe`` and ``step``.
@@ -190,7 +191,7 @@ class Engine(Summarized, TrainableModel):
         and inverses are restored. Ctrl-C takes effect at the end.
         """
         undo = Undo(self.fisher, self._model)
-        operation = self.agreement.operation(name)
+        operation = self.passes.agreement.operation(name)
         with HeldInterrupts(), single_threaded_blas(), ignore_overflow(), operation:
             try:
                 yield undo
@@ -244,11 +245,11 @@ class Engine(Summarized, TrainableModel):
         clock = StageClock(memory=check_bool("profile", profile))
         with self.transaction("step") as undo:
             check_choice("gradients", gradients, GATHERINGS)
-            parts = self.parts(inputs, targets)
+            parts = self.passes.parts(inputs, targets)
             self.require_memory(parts)
             self.prepare()
             moves = check_bool("update_buffers", update_buffers)
-            fisher, passes, exp = self.fisher, self._passes, self._exps[0]
+            fisher, passes, exp = self.fisher, self.passes, self._exps[0]
             due = self.planner.observes(self.counter)
             with clock("forward"):
                 traced = passes.traced(parts)
@@ -292,16 +293,16 @@ class Engine(Summarized, TrainableModel):
             NonFiniteError: The batch yields NaN or infinity; no state has changed.
         """
         with self.transaction("observe"):
-            parts = self.parts(inputs, targets)
+            parts = self.passes.parts(inputs, targets)
             self.require_memory(parts)
             labeled = all(getattr(t, "targets", t) is not None for _, t in parts)
-            fisher, traced, update = self.fisher, self._passes.traced(parts), None
+            fisher, traced, update = self.fisher, self.passes.traced(parts), None
             if labeled:
-                self._passes.check_losses(traced)
+                self.passes.check_losses(traced)
             fisher.wait()
             if self.planner.observes(self.counter):
-                update = self._passes.measure(fisher, traced)
-            with self.agreement.operation("move", ends=True):
+                update = self.passes.measure(fisher, traced)
+            with self.passes.agreement.operation("move", ends=True):
                 _, _, update = fisher.agree(0.0, update)
                 fisher.commit(update)
                 fisher.refresh(self.planner, self.counter)
@@ -331,34 +332,8 @@ class Engine(Summarized, TrainableModel):
         """
         with self.transaction("update_statistics"):
             self.require_memory(trace)
-            return self.update_averages(
-                trace if isinstance(trace, Trace) else self.parts(trace), examples
-            )
-
-    def update_averages(
-        self,
-        batch: Trace | Sequence[Batch],
-        examples: int | None = None,
-        *,
-        decay: float | None = None,
-        by_example: bool = True,
-    ) -> bool:
-        """Measure a batch and commit its statistics, in a ``transaction`` of the caller.
-
-        Args:
-            batch: The evaluation of the batch, or its parts as ``parts`` returns them.
-            examples: As for ``update_statistics``, and so is the result.
-            decay: Weight of the old averages; None for the option ``ema_decay``.
-            by_example: Whether gradients of single examples are measured.
-        """
-        fisher, passes = self.fisher, self._passes
-        fisher.wait()
-        traced = passes.traced(batch)
-        update = passes.measure(fisher, traced, examples=examples, by_example=by_example)
-        if update is not None:
-            _, _, update = fisher.agree(0.0, update)
-            fisher.commit(update, decay=decay)
-        return update is not None
+            batch = trace if isinstance(trace, Trace) else self.passes.parts(trace)
+            return self.passes.update_averages(self.fisher, batch, examples)
 
     # -- products ----------------------------------------------------------------------------------
 
@@ -431,7 +406,7 @@ class Engine(Summarized, TrainableModel):
         a communicator. ``save``, and products with the power 1, call this method. With one
         process, the method does nothing.
         """
-        with self.agreement.operation("synchronize"):
+        with self.passes.agreement.operation("synchronize"):
             self.fisher.division.complete()
 
     # -- reports -----------------------------------------------------------------------------------
@@ -505,18 +480,13 @@ class Engine(Summarized, TrainableModel):
 
     # -- files -------------------------------------------------------------------------------------
 
-    @property
-    def files(self) -> tuple[Path, ...]:
-        """The files of the model and of its external weights; empty for a model from memory."""
-        return self._model.loaded.files
-
     def save(self, path: str | Path, extras: Extras | None = None) -> None:
         """Write the state of the engine to a file, from which ``load`` resumes bit by bit.
 
         The state consists of averages, inverses, counter, random generator, parameters and
         buffers; ``extras`` are stored with it. The first of several processes writes the file.
         """
-        with self.transaction("save"), self.agreement.operation("write", ends=True):
+        with self.transaction("save"), self.passes.agreement.operation("write", ends=True):
             self.fisher.wait()
             self.fisher.division.complete()
             with self.fisher.division.all_results():
@@ -541,7 +511,7 @@ class Engine(Summarized, TrainableModel):
         expected = Expected(self.fisher.rng, factor_shapes(self.collection), damping, accept)
         with self.transaction("load"):
             present = self.fisher.factors, *self._arrays.on_host()
-            with self.agreement.operation("read", ends=True):
+            with self.passes.agreement.operation("read", ends=True):
                 state, restore_factors = load_state(path, *present, expected)
             restore_factors()
             self.fisher.division.restart()

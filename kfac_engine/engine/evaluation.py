@@ -14,7 +14,7 @@ from kfac_engine.backend.namespace import array_module
 from kfac_engine.datasets.forms import Data, batches_of, converted, refuse_separate_targets
 from kfac_engine.distributed.agreement import Agreement
 from kfac_engine.engine.build import Assembly
-from kfac_engine.engine.metrics import Evaluated, MetricChoice, metrics_of
+from kfac_engine.engine.metrics import Evaluated, MetricChoice, default_metrics, metrics_of
 from kfac_engine.engine.model_arrays import ModelArrays
 from kfac_engine.engine.validation import check_batch_size
 from kfac_engine.errors import BackendError, InputError, KfacError, NonFiniteError
@@ -53,7 +53,7 @@ class Evaluation:
     def metrics(self, data: Data, choices: Sequence[MetricChoice] | None) -> dict[str, float]:
         """Return metrics of data; see ``Engine.evaluate``."""
         refuse_separate_targets(choices, "evaluate((inputs, targets), …)")
-        metrics = metrics_of(self.default_metrics() if choices is None else choices)
+        metrics = metrics_of(default_metrics(self._task.objective) if choices is None else choices)
         reads_outputs = any(metric.reads_outputs for metric in metrics.values())
         # Totals and divisors: those of a metric are one pair, or one for each loss function.
         sums = np.zeros((len(metrics), len(self._task.objective.terms), 2))
@@ -78,13 +78,6 @@ class Evaluation:
         ratios = sums[..., 0] / np.where(sums[..., 1], sums[..., 1], 1)
         means = dict(zip(metrics, ratios.sum(axis=1).tolist(), strict=True))
         return {name: metric.finish(means[name]) for name, metric in metrics.items()}
-
-    def default_metrics(self) -> tuple[str, ...]:
-        """Return the metrics that the losses have."""
-        terms = self._task.objective.terms
-        if all(term.sequences for term in terms):
-            return ("loss", "label_error_rate")
-        return ("loss", "accuracy") if all(term.discrete for term in terms) else ("loss",)
 
     def _evaluated(
         self, inputs: Mapping[str, Array], targets: Targets, reads_outputs: bool

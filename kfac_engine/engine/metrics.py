@@ -186,6 +186,13 @@ METRICS: Registry[Metric] = Registry(
 )
 
 
+def default_metrics(objective: Objective) -> tuple[str, ...]:
+    """Return the names of the metrics that ``evaluate`` measures where none are given."""
+    if all(term.sequences for term in objective.terms):
+        return ("loss", "label_error_rate")
+    return ("loss", "accuracy") if all(t.discrete for t in objective.terms) else ("loss",)
+
+
 def metrics_of(choices: Sequence[MetricChoice]) -> dict[str, Metric]:
     """Return metrics by name.
 

@@ -18,7 +18,6 @@ from kfac_engine.engine.build import Assembly
 from kfac_engine.engine.loss_bindings import LossBinding
 from kfac_engine.engine.parameter_entries import ParameterEntries, block_key
 from kfac_engine.graph.passes.train_form import inference_nodes, listed_names
-from kfac_engine.graph.structure import Graph
 from kfac_engine.layers.match import LayerMatch, Tensors
 from kfac_engine.losses import LOSSES
 from kfac_engine.runtime.batch_axis import Batch, find_coupling
@@ -167,12 +166,12 @@ def _report(
     )
 
 
-def inference_notes(graph: Graph) -> Iterator[str]:
+def inference_notes(model: OnnxModel) -> Iterator[str]:
     """Yield notes on normalizations and dropouts that are in the form of inference.
 
     The notes are clauses with the names of the nodes.
     """
-    nodes = inference_nodes(graph)
+    nodes = inference_nodes(model.loaded.graph)
     if nodes.normalizations:
         yield (
             f"{listed_names(nodes.normalizations)}: normalization in the form of inference, its "

@@ -1,17 +1,13 @@
 """Combines a model with losses, and computes its values and gradients on a batch."""
 
 from collections.abc import Mapping, Sequence
-from math import prod
 from pathlib import Path
 from typing import NoReturn
-
-import numpy as np
 
 from kfac_engine._types import Array
 from kfac_engine.arguments import check_bool, check_int
 from kfac_engine.datasets.examples import Batch
 from kfac_engine.datasets.forms import Data
-from kfac_engine.distributed.agreement import Agreement
 from kfac_engine.engine.batch_parts import Inputs
 from kfac_engine.engine.batch_passes import BatchPasses
 from kfac_engine.engine.build import Assembly
@@ -21,15 +17,11 @@ from kfac_engine.engine.memory import require_gradient
 from kfac_engine.engine.metrics import MetricChoice
 from kfac_engine.engine.report import (
     LossReport,
-    inference_notes,
     loss_reports,
 )
 from kfac_engine.engine.result import Result
-from kfac_engine.engine.sample_space import SampleSpace, bytes_of
 from kfac_engine.errors import ExportWarning, UnsupportedError, warn
 from kfac_engine.graph.analysis.exporter_changes import ExportChanges, Tie, export_changes
-from kfac_engine.layers.feature_powers import FeaturePowers
-from kfac_engine.losses.objective import Residuals
 from kfac_engine.losses.observed import Targets
 from kfac_engine.runtime.trace import Trace
 from kfac_engine.sealed import Sealed
@@ -42,16 +34,17 @@ class TrainableModel(Sealed):
         assembly: The model and its losses.
 
     Attributes:
+        passes: Evaluates and differentiates batches; it has the model and the processes.
         objective: Losses and reduction.
         example_axes: The axes of the examples in inputs and targets.
     """
 
     def __init__(self, assembly: Assembly) -> None:
         self._assembly, self._model, self._task = assembly, assembly.model, assembly.task
-        self._passes = passes = BatchPasses(assembly)
+        self.passes = passes = BatchPasses(assembly)
         self.objective, self.example_axes = passes.objective, passes.example_axes
         self._arrays, self._shards, self._history = passes.arrays, passes.shards, passes.history
-        self._evaluation = Evaluation(assembly, self._arrays, self.agreement)
+        self._evaluation = Evaluation(assembly, self._arrays, self.passes.agreement)
         loaded = self._model.loaded
         # Recognized by the values of the file, which a step replaces.
         self._export_changes = export_changes(
@@ -65,27 +58,12 @@ class TrainableModel(Sealed):
         """Name of the model's file, or of its graph for a model that was read from memory."""
         return self._model.loaded.graph.name
 
-    @property
-    def agreement(self) -> Agreement:
-        """The operations of all processes; a single process agrees with itself."""
-        return self._shards.agreement
-
-    @property
-    def part_sizes(self) -> tuple[tuple[int, ...], ...]:
-        """Examples of each process in each part of the latest batch."""
-        return self._passes.part_sizes
-
     # -- parameters --------------------------------------------------------------------------------
 
     @property
     def parameters(self) -> dict[str, Array]:
         """Current values by parameter name, read-only; ``set_parameters`` changes values."""
-        return self._passes.parameters
-
-    @property
-    def stored_parameters(self) -> dict[str, Array]:
-        """The arrays of the engine by parameter name; nobody may change them."""
-        return self._arrays.stored(self._model.parameters)
+        return self.passes.parameters
 
     @property
     def buffers(self) -> dict[str, Array]:
@@ -143,8 +121,8 @@ class TrainableModel(Sealed):
         Raises:
             InputError: The file cannot be written.
         """
-        with self.agreement.operation("export", ends=True):
-            if self.agreement.rank == 0:
+        with self.passes.agreement.operation("export", ends=True):
+            if self.passes.agreement.rank == 0:
                 self._arrays.export(path)
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
@@ -178,8 +156,8 @@ class TrainableModel(Sealed):
                 number of examples only.
             NonFiniteError: NaN or infinity in an input reaches a value that a loss reads.
         """
-        (part,) = self.parts(inputs, targets)
-        return self._passes.trace(*part)
+        (part,) = self.passes.parts(inputs, targets)
+        return self.passes.trace(*part)
 
     def loss(self, inputs: Inputs, targets: Targets = None) -> float:
         """Return the loss of a batch under the engine's reduction; no gradient, no statistics.
@@ -199,7 +177,7 @@ class TrainableModel(Sealed):
             NonFiniteError: The loss is NaN or infinite.
         """
         with self._shards.computing("loss"):
-            return self._passes.loss(self.parts(inputs, targets))
+            return self.passes.loss(self.passes.parts(inputs, targets))
 
     def predict(self, inputs: Data) -> Array | dict[str, Array]:
         """Return the outputs of the model in inference form, with the current parameters.
@@ -221,11 +199,6 @@ class TrainableModel(Sealed):
             KfacError: The inputs are wrong, or outputs hold NaN because inputs do; see ``trace``.
         """
         return self._evaluation.predict(inputs)
-
-    @property
-    def default_metrics(self) -> tuple[str, ...]:
-        """Names of the metrics that ``evaluate`` measures where none are given."""
-        return self._evaluation.default_metrics()
 
     def evaluate(
         self, data: Data, metrics: Sequence[MetricChoice] | None = None
@@ -294,54 +267,13 @@ class TrainableModel(Sealed):
             NonFiniteError: The loss, a gradient or a running statistic is not finite.
         """
         with self._shards.computing("gradients"):
-            parts = self.parts(inputs, targets)
+            parts = self.passes.parts(inputs, targets)
             for of_part, _ in parts:
                 require_gradient(self._assembly, of_part)
             moves = check_bool("update_buffers", update_buffers)
-            loss, gradients, notes, _, _ = self._differentiated(parts, moves)
-            notes = (*self._standing_notes, *notes)
-            return Result(loss, gradients, {}, notes, ties=self._model.ties)
-
-    def step_gradients(
-        self,
-        parts: Sequence[Batch],
-        residuals: Residuals | None = None,
-        features: FeaturePowers | None = None,
-    ) -> tuple[float, dict[str, Array], Residuals, dict[str, float]]:
-        """Return loss and gradients of a step of an optimizer, and update running statistics.
-
-        The caller has checked the memory, in a context of ``Engine.transaction``. The
-        residuals of all processes are returned if those of this one are measured in ``residuals``.
-        ``features`` receives the powers of features in the batch of all processes. The last result
-        has the part of the loss of each output, if there are several.
-        """
-        loss, gradients, _, residuals, each = self._differentiated(parts, True, residuals, features)
-        losses: dict[str, float] = {}
-        for term, value in zip(self.objective.terms, each, strict=True):
-            name = self.objective.outputs.get(term.inputs[0], term.inputs[0])
-            losses[name] = losses.get(name, 0.0) + value
-        return loss, gradients, residuals, losses if len(losses) > 1 else {}
-
-    def parts(self, inputs: Inputs, targets: Targets = None) -> Sequence[Batch]:
-        """Return the parts of a batch: one, unless a list of parts is given.
-
-        Labels of a loss that the file computes are targets, also where they are among the inputs.
-
-        Args:
-            inputs: As for ``trace``; or a list of parts, each a pair of inputs and targets.
-            targets: The targets; None for a list of parts.
-
-        Returns:
-            Pairs of inputs and targets.
-
-        Raises:
-            InputError: The list is empty, an entry is not part, or targets are given twice.
-        """
-        return self._passes.parts(inputs, targets)
-
-    def require_examples(self, what: str) -> None:
-        """Refuse a loss that is a single number for the whole batch; see ``Task``."""
-        self._task.require_examples(what)
+            step = self.passes.step_gradients(parts, update_buffers=moves)
+            notes = (*self._standing_notes, *step.notes)
+            return Result(step.loss, step.gradients, {}, notes, ties=self._model.ties)
 
     def curvature_products(
         self, trace: Trace | Sequence[Batch], examples: int | None = None
@@ -363,23 +295,11 @@ class TrainableModel(Sealed):
             InputError: ``examples`` is not a positive whole number.
             KfacError: The values that the losses read do not fit the losses.
         """
-        with self.agreement.operation("curvature_products"):
+        with self.passes.agreement.operation("curvature_products"):
             if examples is not None:
                 check_int("examples", examples, least=1)
-            batch = trace if isinstance(trace, Trace) else self.parts(trace)
-            return self._passes.curvature_products(batch, examples)
-
-    def sample_space(self, parts: Sequence[Batch]) -> SampleSpace:
-        """Return the rows of the Fisher matrix of a batch, as ``parts`` returns it."""
-        return self._passes.sample_space(parts)
-
-    def sample_space_bytes(self, examples: int) -> int:
-        """Return a bound of the memory of a ``sample_space``, from the shapes of the sample run."""
-        facts, rows = self._model.facts, 0
-        for term in self.objective.terms:
-            shapes = {name: tuple(facts[name].shape) for name in term.inputs}
-            rows += examples * prod(term.static_inner_shape(shapes)[1:])
-        return bytes_of(rows, sum(array.size for array in self._model.parameters.values()))
+            batch = trace if isinstance(trace, Trace) else self.passes.parts(trace)
+            return self.passes.curvature_products(batch, examples)
 
     # -- reports -----------------------------------------------------------------------------------
 
@@ -392,67 +312,12 @@ class TrainableModel(Sealed):
         return self._losses
 
     @property
-    def inference_notes(self) -> tuple[str, ...]:
-        """Notes on normalizations and dropouts in the form of inference, which training keeps."""
-        return tuple(inference_notes(self._model.loaded.graph))
-
-    @property
     def export_changes(self) -> ExportChanges:
         """Parameters that an exporter of PyTorch merged, folded or renamed; with ``notes``."""
         return self._export_changes
 
     # -- private -----------------------------------------------------------------------------------
 
-    def _differentiated(
-        self,
-        parts: Sequence[Batch],
-        update_buffers: bool,
-        residuals: Residuals | None = None,
-        features: FeaturePowers | None = None,
-    ) -> tuple[float, dict[str, Array], tuple[str, ...], Residuals, tuple[float, ...]]:
-        """Return loss, gradients, notes, residuals and each loss of a batch, over all processes.
-
-        The residuals of this process are measured in ``residuals``.
-        """
-        backward = self._passes.gradients(
-            self._passes.traced(parts), update_buffers, residuals, features
-        )
-        (loss, *each), residuals = self._totals((backward.loss, *backward.each), residuals)
-        if not self._shards.alone:
-            with self._shards.agreement.exchanging():
-                powers = None if features is None else features.sums
-                more = [] if powers is None else [powers]
-                self._shards.sum([*backward.gradients.values(), *more])
-        self._passes.record(loss, backward.gradients)
-        self._model.buffers.update(backward.buffers)
-        gradients = self._model.to_file_layout(backward.gradients)
-        return loss, gradients, backward.notes, residuals, tuple(each)
-
-    def _totals(
-        self, losses: Sequence[float], residuals: Residuals | None
-    ) -> tuple[list[float], Residuals]:
-        """Return losses and residuals of all processes."""
-        sums = {} if residuals is None else residuals.sums
-        entries = {(n, i): x for n, entry in sums.items() for i, x in enumerate(entry)}
-        # The sums of features are arrays; their lengths may differ, as those of sequences do.
-        features = {place: x for place, x in entries.items() if np.ndim(x)}
-        numbers = {place: float(x) for place, x in entries.items() if not np.ndim(x)}
-        table = self._shards.agreement.of_all(
-            *losses, *numbers.values(), *map(len, features.values())
-        )
-        count = len(losses) + len(numbers)
-        totals = table[:, :count].sum(axis=0).tolist()
-        lengths = table[:, count:].max(axis=0).astype(int)
-        arrays = [np.zeros(length) for length in lengths]
-        for array, of_rank in zip(arrays, features.values(), strict=True):
-            array[: len(of_rank)] = of_rank.tolist()
-        with self._shards.agreement.exchanging():
-            self._shards.sum(arrays)
-        every = dict(zip([*numbers, *features], [*totals[len(losses) :], *arrays], strict=True))
-        return totals[: len(losses)], Residuals(
-            {n: tuple([every[n, i] for i in range(len(entry))]) for n, entry in sums.items()}
-        )
-
     def _warn_of_export(self) -> None:
-        for note in self.export_changes.notes if self.agreement.rank == 0 else ():
+        for note in self.export_changes.notes if self.passes.agreement.rank == 0 else ():
             warn(f"'{self.name}': {note}.", ExportWarning)

@@ -1,6 +1,7 @@
 """Decides when an optimizer updates statistics and inverses, and on which part of a batch."""
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import accumulate
 from math import ceil, inf
 from typing import NamedTuple, TypeVar
@@ -64,7 +65,7 @@ class PartialBatch:
         pairs = zip(batch, selections, strict=True)
         chosen = [self._axes.part(*part, selection) for part, selection in pairs if len(selection)]
         # Over several processes, joined parts would have the random numbers of other examples.
-        if divides and self._engine.agreement.alone:
+        if divides and self._engine.passes.agreement.alone:
             chosen = self._joined(chosen, max(counts))
         return chosen, sum(counts)
 
@@ -116,7 +117,7 @@ class PartialBatch:
 
         None if a process would have none in a part that others have examples in.
         """
-        sizes = self._engine.part_sizes if not self._engine.agreement.alone else ()
+        sizes = self._engine.passes.part_sizes if not self._engine.passes.agreement.alone else ()
         sizes = sizes or tuple((count,) for count in counts)
         places = accumulate((size for part in sizes for size in part), initial=0)
         whole = sum(map(sum, sizes))
@@ -127,7 +128,7 @@ class PartialBatch:
             of_ranks = [rotating_part(step, row, self._part, least) for row in rows]
             if any(map(len, of_ranks)) and not all(map(len, of_ranks)):
                 return None
-            chosen.append(of_ranks[self._engine.agreement.rank])
+            chosen.append(of_ranks[self._engine.passes.agreement.rank])
         return chosen
 
 
@@ -193,7 +194,7 @@ class CurvatureUpdates:
         fisher, planner = self._engine.fisher, self.planner
         self._latest = due
         # A refresh begins with messages.
-        with self._engine.agreement.operation("statistics", ends=due.inverses):
+        with self._engine.passes.agreement.operation("statistics", ends=due.inverses):
             fisher.wait()
             if due.statistics:
                 with clock("statistics"):
@@ -202,8 +203,8 @@ class CurvatureUpdates:
                     by_example = by_example or self._by_example or begins
 
                     def use(part: Sequence[Batch], examples: int | None) -> bool | None:
-                        update = self._engine.update_averages
-                        return update(part, examples, decay=decay, by_example=by_example) or None
+                        update = partial(self._engine.passes.update_averages, fisher, part)
+                        return update(examples, decay=decay, by_example=by_example) or None
 
                     if whole:
                         use(batch, None)

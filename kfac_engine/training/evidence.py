@@ -17,7 +17,6 @@ from kfac_engine._types import Array
 from kfac_engine.curvature.blocks.base import FisherBlock
 from kfac_engine.engine.engine import Engine
 from kfac_engine.layers.parameter_slices import Piece
-from kfac_engine.runtime.model import OnnxModel
 from kfac_engine.training.seen_examples import SeenExamples
 from kfac_engine.training.vectors import Vector
 
@@ -144,10 +143,9 @@ def shrinkage_by_evidence(
         blocks: The blocks of the layers of the weights, by unit.
         widths: Sum of the sides of the factors of each weight.
     """
-    objective, model = engine.objective, engine.collection.graph
-    assert isinstance(model, OnnxModel), "an engine has a model"
-    inputs = [i for i in model.graph.inputs if i.name in engine.example_axes.inputs]
-    whole = engine.stored_parameters.keys()
+    objective = engine.objective
+    inputs = [i for i in engine.passes.model.graph.inputs if i.name in engine.example_axes.inputs]
+    whole = engine.passes.stored_parameters.keys()
     applies = (
         objective.reduction != "sum"
         and [loss.coefficient for loss in objective.losses] == [1]

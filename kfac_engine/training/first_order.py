@@ -110,7 +110,7 @@ class _FirstOrder(Optimizer):
         A step can also fail in another process, or for lack of memory on a GPU.
         """
         on_host = all(isinstance(array, np.ndarray) for array in self._parameters().values())
-        return 1 if on_host and self.engine.agreement.alone else 2
+        return 1 if on_host and self.engine.passes.agreement.alone else 2
 
     def _cannot_fail(
         self, gradients: Vector, parameters: Vector, rates: Mapping[str, float]

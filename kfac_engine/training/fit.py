@@ -21,6 +21,7 @@ from kfac_engine.engine.engine import Engine
 from kfac_engine.engine.loss_bindings import LossChoices
 from kfac_engine.engine.metrics import MetricChoice
 from kfac_engine.engine.options import EngineOptions
+from kfac_engine.engine.report import inference_notes
 from kfac_engine.errors import (
     InferenceFormWarning,
     InputError,
@@ -160,7 +161,7 @@ def fit(  # noqa: PLR0913 (the options of a run, one after the other)
             validations or more after it, and no callback stops early or returns the best weights.
     """
     alone = Agreement(Alone())
-    agreement = model_or_engine.agreement if isinstance(model_or_engine, Engine) else alone
+    agreement = model_or_engine.passes.agreement if isinstance(model_or_engine, Engine) else alone
     share, is_first = Share(agreement.rank, agreement.communicator.size), agreement.rank == 0
     with agreement.operation("fit", ends=True):
         budget, factor = budget_of(epochs, steps, seconds), schedule_function(schedule)
@@ -172,7 +173,7 @@ def fit(  # noqa: PLR0913 (the options of a run, one after the other)
         )
         measured = recorded_metrics(metrics, chosen.engine)
         hooks.check_metrics(() if validation is None else measured)
-        _warn_of(chosen.engine.inference_notes if is_first else ())
+        _warn_of(inference_notes(chosen.engine.passes.model) if is_first else ())
         sources = run_data(
             data, validation, chosen.engine.example_axes, batch_size, seed, share, accumulate
         )
@@ -239,10 +240,11 @@ def _check_files(
     log: Path | None, store: RunCheckpoint, engine: Engine, data: Mapping[str, object]
 ) -> None:
     """Refuse a log or a checkpoint in the place of a file that the run reads."""
+    model = engine.passes.model.loaded.files
     read = {name: files_of(value) for name, value in data.items()}
     check_outputs(
         {"log": log, "the state of the checkpoint": store.state_file},
-        {**read, "the model": engine.files, "the records of the checkpoint": store.record_files},
+        {**read, "the model": model, "the records of the checkpoint": store.record_files},
         appended=("log",),
     )
 
@@ -263,7 +265,7 @@ def _train(run: Run, position: Position, records: list[Record], store: RunCheckp
     """
     optimizer, hooks = run.optimizer, run.hooks
     with DeferredSignals(bool(store)) as signals:
-        agreement = optimizer.engine.agreement
+        agreement = optimizer.engine.passes.agreement
         ended = agreement.any(hooks.on_run_start(optimizer, tuple(records)))
         step: Step | None = None
         for step in () if ended else run.steps(position):

@@ -79,7 +79,7 @@ class GaussNewtonUpdate:
     def __call__(self, step: StepInputs) -> Move:
         """Compute the new parameters of a step, and write the new update."""
         with step.clock("gradients"):
-            space = self.engine.sample_space(step.batch)
+            space = self.engine.passes.sample_space(step.batch)
         equations = _Equations(space, step)
         move = self._tried(equations, step)
         for name, array in equations.update.items():
@@ -89,8 +89,8 @@ class GaussNewtonUpdate:
     def suits(self, batch: Sequence[Batch]) -> bool:
         """Return whether the rows of a batch can be read at a price that pays."""
         try:
-            space = self.engine.sample_space(batch)
-            parameters = sum(value.size for value in self.engine.stored_parameters.values())
+            space = self.engine.passes.sample_space(batch)
+            parameters = sum(value.size for value in self.engine.passes.stored_parameters.values())
             read = min(space.rows, MOST_ROWS)
             if (
                 space.most_of_example > _MOST_OF_EXAMPLE
@@ -136,7 +136,7 @@ class GaussNewtonUpdate:
         engine = self.engine
         try:
             engine.set_parameters(values, copy=False)
-            loss, _ = engine.sample_space(step.batch).residuals()
+            loss, _ = engine.passes.sample_space(step.batch).residuals()
         except NonFiniteError:
             return inf
         finally:
@@ -318,7 +318,7 @@ class GaussNewton(Optimizer):
         super().__init__(engine, learning_rate, 0.0, non_finite)
         fraction("momentum", momentum)
         check_at_least_zero("l2", l2)
-        if not engine.agreement.alone:
+        if not engine.passes.agreement.alone:
             raise InputError(
                 "GaussNewton runs in one process, because it needs all rows of a batch together; "
                 "use KfacOptimizer with several processes."
@@ -363,7 +363,7 @@ class GaussNewton(Optimizer):
             InputError: An argument is not a positive whole number.
         """
         report = super().memory(batch_size, accumulate)
-        rows = self.engine.sample_space_bytes(batch_size * accumulate)
+        rows = self.engine.passes.sample_space_bytes(batch_size * accumulate)
         return replace(report, scratch=report.scratch + rows)
 
     def _propose(
@@ -386,7 +386,7 @@ class GaussNewton(Optimizer):
             damping=self._damping,
             l2=self._l2,
             batch=batch,
-            examples=sum(map(sum, self.engine.part_sizes)),
+            examples=sum(map(sum, self.engine.passes.part_sizes)),
             predicts=self._update.adaptation is not None,
             clock=clock,
         )

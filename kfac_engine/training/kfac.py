@@ -316,7 +316,7 @@ class KfacOptimizer(Optimizer):
             damping=damping,
             l2=self._l2,
             batch=basis.batch,
-            examples=sum(map(sum, self.engine.part_sizes)),
+            examples=sum(map(sum, self.engine.passes.part_sizes)),
             predicts=rule.adaptation is not None and rule.adaptation.is_due(self.steps),
             clock=clock,
             decay=self._shrinkage.kept_decay(seen) * _left(decay, size),
@@ -364,10 +364,9 @@ class KfacOptimizer(Optimizer):
         if not isinstance(self._given.update, AdaptiveLengthUpdate):
             return *self._gradients(batch, clock), None
         with clock("gradients"):
-            loss, gradients, residuals, self._losses = self.engine.step_gradients(
-                batch, Residuals(), features
-            )
-        return loss, {name: gradients[name] for name in self._names}, residuals
+            result = self.engine.passes.step_gradients(batch, Residuals(), features)
+        self._losses = result.losses
+        return result.loss, {name: result.gradients[name] for name in self._names}, result.residuals
 
     @recordable
     def moved(
@@ -457,10 +456,10 @@ class KfacOptimizer(Optimizer):
         """Return the examples of all steps and of a batch; none unless decay needs them."""
         if not self.counts_examples:
             return self._basis.seen
-        engine, ranks = self.engine, self.engine.agreement
+        engine, ranks = self.engine, self.engine.passes.agreement
         with ranks.exchanging():
             axes, reader = engine.example_axes, engine.collection.backend
-            marks = fingerprints(batch, axes, reader, ranks.communicator, engine.part_sizes)
+            marks = fingerprints(batch, axes, reader, ranks.communicator, engine.passes.part_sizes)
         return self._basis.seen.after(marks)
 
     def _repeated_with(self, batch: Sequence[Batch], loss: float) -> RepeatedBatch:
@@ -469,14 +468,14 @@ class KfacOptimizer(Optimizer):
             return self._basis.repeated
         engine = self.engine
         of_shard = mark(batch, engine.example_axes, engine.collection.backend)
-        (of_batch,) = engine.agreement.sum(of_shard)
+        (of_batch,) = engine.passes.agreement.sum(of_shard)
         return self._basis.repeated.after(of_batch, loss)
 
     def _with_rule(
         self, repeated: RepeatedBatch, batch: Sequence[Batch], clock: StageClock
     ) -> RepeatedBatch:
         """Return the state with the number of the first exact rule that suits a batch."""
-        alone = self.engine.agreement.alone  # a run may continue with more processes
+        alone = self.engine.passes.agreement.alone  # a run may continue with more processes
         if not (self._exact and repeated.exact) or repeated.rule >= (0 if alone else 1):
             return repeated
         update = self._exact[0].update
@@ -518,7 +517,7 @@ class KfacOptimizer(Optimizer):
 
         A batch that cannot be divided is fitted whole.
         """
-        engine, ranks = self.engine, self.engine.agreement
+        engine, ranks = self.engine, self.engine.passes.agreement
         division = divided(basis.batch, engine.example_axes, engine.collection.backend)
         if ranks.any(division is None) or division is None:
             return basis, gradients

@@ -196,9 +196,9 @@ class Optimizer(Summarized, Sealed, ABC):
             InputError: An argument is wrong.
             NonFiniteError: The batch yields NaN or infinity; parameters and state are unchanged.
         """
-        with HeldInterrupts(), self.engine.agreement.operation("Optimizer.step"):
+        with HeldInterrupts(), self.engine.passes.agreement.operation("Optimizer.step"):
             check_at_least_zero("scale", scale)
-            return self._step(self.engine.parts(inputs, targets), scale * self._restraint)
+            return self._step(self.engine.passes.parts(inputs, targets), scale * self._restraint)
 
     def _step(self, batch: Sequence[Batch], scale: float) -> StepReport:
         clock = StageClock()
@@ -206,7 +206,7 @@ class Optimizer(Summarized, Sealed, ABC):
             with self.engine.transaction("update") as undo, clock("update"):
                 measures, more = self._measures, self._new_bytes
                 self.engine.require_memory(batch, statistics=measures, more=more)
-                with self.engine.agreement.operation("proposal", ends=True):
+                with self.engine.passes.agreement.operation("proposal", ends=True):
                     proposal = self._propose(batch, scale, clock, undo)
                     if proposal.slots is not self._slots:
                         self._check_slots(proposal.slots)
@@ -327,7 +327,7 @@ class Optimizer(Summarized, Sealed, ABC):
 
     def _parameters(self) -> dict[str, Array]:
         """Return the parameters that are trained, by name."""
-        values = self.engine.stored_parameters
+        values = self.engine.passes.stored_parameters
         return {name: values[name] for name in self._names}
 
     def _gradients(
@@ -335,8 +335,9 @@ class Optimizer(Summarized, Sealed, ABC):
     ) -> tuple[float, dict[str, Array]]:
         """Return the loss and new arrays of gradients; running statistics are updated."""
         with clock("gradients"):
-            loss, gradients, _, self._losses = self.engine.step_gradients(batch)
-        return loss, {name: gradients[name] for name in self._names}
+            result = self.engine.passes.step_gradients(batch)
+        self._losses = result.losses
+        return result.loss, {name: result.gradients[name] for name in self._names}
 
     def _new_bytes(self) -> int:
         """Return the bytes of states whose memory is not used yet.

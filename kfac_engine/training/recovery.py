@@ -186,7 +186,7 @@ class Recovery(Callback):
             )
         for _ in range(self._attempts):
             optimizer.restrain()
-        if optimizer.engine.agreement.rank == 0:
+        if optimizer.engine.passes.agreement.rank == 0:
             warn(
                 f"{message}; {place}, and the next steps are smaller (roll-back {self._count} of "
                 f"{self._most}).",

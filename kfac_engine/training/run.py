@@ -7,7 +7,7 @@ from time import perf_counter
 
 from kfac_engine.datasets.examples import Batch, numbered_in_data
 from kfac_engine.engine.engine import Engine
-from kfac_engine.engine.metrics import MetricChoice, metrics_of
+from kfac_engine.engine.metrics import MetricChoice, default_metrics, metrics_of
 from kfac_engine.errors import InputError
 from kfac_engine.training.batches import Batches
 from kfac_engine.training.budget import Budget, Position, ScheduleFunction
@@ -49,7 +49,7 @@ class Run:
 
     def steps(self, position: Position) -> Iterator[Step]:
         """Train from a position to the end of the budget."""
-        start, agreement = perf_counter() - position.seconds, self.optimizer.engine.agreement
+        start, agreement = perf_counter() - position.seconds, self.optimizer.engine.passes.agreement
         per_epoch = self.batches.per_epoch
         spent = self.budget.spent(position, per_epoch)
         while spent < 1:
@@ -101,7 +101,7 @@ def recorded_metrics(metrics: Sequence[MetricChoice] | None, engine: Engine) -> 
 
     A function with the name of another entry of a record raises an InputError.
     """
-    names = list(metrics_of(engine.default_metrics if metrics is None else metrics))
+    names = list(metrics_of(default_metrics(engine.objective) if metrics is None else metrics))
     for name in names:
         if name in (STEP_ENTRIES - {"loss"}) | {"validation_loss"}:
             raise InputError(

@@ -19,6 +19,7 @@ from kfac_engine.engine.build import Assembly, build
 from kfac_engine.engine.engine import Engine
 from kfac_engine.engine.loss_bindings import LossChoices
 from kfac_engine.engine.options import EngineOptions
+from kfac_engine.engine.report import inference_notes
 from kfac_engine.engine.validation import check_variances
 from kfac_engine.errors import (
     InferenceFormWarning,
@@ -179,7 +180,7 @@ def export_training(  # noqa: PLR0913 (every choice a user has, each with a defa
         parts=accumulate,
     )
     step = _with_read_noise(_recorded(recorder))
-    for note in engine.inference_notes:
+    for note in inference_notes(engine.passes.model):
         warn(f"{note}.", InferenceFormWarning)
     for note in _fixed_sizes(assembly, sample_inputs or {}):
         warn(note)

@@ -72,7 +72,7 @@ def verify(
     for name, value in (("examples", examples), ("parameters", parameters)):
         check_int(name, value, least=1)
     check_bool("progress", progress)
-    if isinstance(model, Engine) and not model.agreement.alone:
+    if isinstance(model, Engine) and not model.passes.agreement.alone:
         raise UnsupportedError(
             "verify checks in one process; pass the file of the model instead of an engine with a "
             "communicator."
@@ -88,7 +88,7 @@ def verify(
         begin("preparing the model")
         data = inputs if targets is None else (inputs, targets)
         engine, data = _prepared(model, data, options)
-        engine.require_examples("the checks need")
+        engine.passes.task.require_examples("the checks need")
         batch = _batch(engine, data)
         specimen, parameters = _affordable(engine, batch, examples, parameters)
         with Rebuild.exported(engine, batch[0]) as rebuild:

@@ -59,10 +59,10 @@ COPIES = {
         "kfac_engine/curvature/blocks/grouped.py",
         "kfac_engine/curvature/factors/refresh.py",
         "kfac_engine/curvature/factors/stacked.py",
+        "kfac_engine/engine/batch_shards.py",  # sums of residuals, which ranks add
         "kfac_engine/engine/distribution.py",
         "kfac_engine/engine/evaluation.py",  # sums of metrics
         "kfac_engine/engine/rollback.py",
-        "kfac_engine/engine/trainable_model.py",  # sums of residuals, which ranks add
         "kfac_engine/training/adaptive_lengths.py",
         "kfac_engine/training/curvature_updates.py",
         "kfac_engine/losses/collection.py",  # options of losses

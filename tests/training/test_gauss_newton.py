@@ -162,7 +162,7 @@ def test_several_losses_are_added_with_their_weights():
 def test_rows_of_a_sample_are_rows_of_all_with_their_share(outputs):
     x, y = linear_data(1100 // outputs, 6, noise=1.0, outputs=outputs)
     engine = ke.Engine.from_onnx(linear(6, outputs), loss="normal", threads=1)
-    space = engine.sample_space([({"x": x[:300]}, y[:300]), ({"x": x[300:]}, y[300:])])
+    space = engine.passes.sample_space([({"x": x[:300]}, y[:300]), ({"x": x[300:]}, y[300:])])
     # Rows of different outputs have no parameter in common.
     every = np.sqrt(2 / len(x)) * np.kron(x, np.eye(outputs))
     for most in (space.rows, 100):
@@ -355,4 +355,4 @@ def test_rows_that_do_not_fit_into_the_memory_are_refused(monkeypatch):
     optimizer.engine.gradients({"x": x}, y)
     monkeypatch.setattr(memory_limits, "available_memory", lambda: 1 << 20)
     with pytest.raises(ke.MemoryLimitError, match=r"400 predictions .* smaller batch"):
-        optimizer.engine.sample_space([({"x": x}, y)]).sampled(0)
+        optimizer.engine.passes.sample_space([({"x": x}, y)]).sampled(0)

@@ -148,7 +148,7 @@ class Scripted:
 
     def __init__(self, losses, at_snapshot):
         self.losses, self.at_snapshot = losses, at_snapshot
-        self.engine, self.steps, self.skipped = self, 0, 0
+        self.engine, self.passes, self.steps, self.skipped = self, self, 0, 0
         self.parameters, self.buffers, self.layers = {}, {}, ()
         self.restored, self.agreement = 0, Agreement(Alone())
 
