@@ -1,8 +1,9 @@
 """The losses of random cases: targets, and the loss of a batch by its definition in NumPy."""
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from math import erf, exp, lgamma, pi, sqrt
+from math import erf, exp, lgamma, log, pi, sqrt
 from typing import Any
 
 import numpy as np
@@ -37,7 +38,7 @@ class Head:
     @property
     def entrywise(self) -> bool:
         """Whether each entry of a prediction has a target."""
-        return self.loss != "categorical" or self.probabilities
+        return self.loss not in ("categorical", "ctc") or self.probabilities
 
     @property
     def ignored(self) -> int | None:
@@ -49,14 +50,18 @@ class Head:
 
     def junk(self, rng: np.random.Generator) -> float:
         """What a target of weight zero may be."""
-        whole = self.loss == "categorical" and not self.probabilities
+        whole = not self.entrywise
         choices = [10**6, -5] if whole else [np.nan, 1e6, -3.0]
         return choices[int(rng.integers(len(choices)))]
 
     def kind(self) -> Any:
         """The loss as an argument: its name, or an object with its options."""
         plain = not self.options and self.weight == 1
-        return self.loss if plain else LOSSES[self.loss].kind(**self.options, weight=self.weight)
+        return (
+            self.loss
+            if plain or self.loss == "ctc"
+            else LOSSES[self.loss].kind(**self.options, weight=self.weight)
+        )
 
     def prediction_shape(self, n: int) -> tuple[int, ...]:
         """Of ``n`` examples, without the classes."""
@@ -83,6 +88,11 @@ class Head:
         """Targets."""
         if self.loss == "categorical" and not self.probabilities:
             return rng.integers(0, self.classes, self.target_shape(n))
+        if self.loss == "ctc":  # half as many labels as frames have room for repeats
+            shape = self.target_shape(n)
+            counts = rng.integers(0, max(1, shape[1] // 2) + 1, (n, 1))
+            labels = rng.integers(1, self.classes, shape)
+            return np.where(np.arange(shape[1]) < counts, labels, -1)
         shape = self.target_shape(n)
         if self.probabilities:
             shares = rng.random(shape)
@@ -99,6 +109,11 @@ class Head:
 
         The axes of ``z`` are those of targets of probabilities.
         """
+        if self.loss == "ctc":
+            w = np.ones(len(z)) if weights is None else np.asarray(weights, np.float64)
+            found = zip(z, targets, w, strict=True)
+            terms = [_of_sequence(own, t) if k > 0 else 0.0 for own, t, k in found]
+            return float(np.dot(w, terms)), float(w.sum())
         axis = self._class_axis(z)
         z = np.moveaxis(z, axis, -1)
         t = np.moveaxis(targets, axis, -1) if self.entrywise else targets
@@ -178,6 +193,23 @@ def _laplace(z: Array, t: Array, options: Mapping[str, Any]) -> Array:
 
 def _poisson(z: Array, t: Array, options: Mapping[str, Any]) -> Array:
     return np.exp(z) - t * z + np.vectorize(lgamma)(t + 1.0)
+
+
+def _of_sequence(z: Array, labels: Array) -> float:
+    """−log p of a sequence of labels: a sum over the paths by the sequences they collapse to."""
+    p = np.exp(z - z.max(axis=-1, keepdims=True))
+    p /= p.sum(axis=-1, keepdims=True)
+    # The probability of the paths so far, by their sequence and their last class.
+    found: dict[tuple[tuple[int, ...], int], float] = {((), 0): 1.0}
+    for frame in p:
+        longer: dict[tuple[tuple[int, ...], int], float] = defaultdict(float)
+        for (known, last), probability in found.items():
+            for k, of_class in enumerate(frame.tolist()):
+                new = known if k in (0, last) else (*known, k)
+                longer[new, k] += probability * of_class
+        found = longer
+    wanted = tuple(labels[labels >= 0].tolist())
+    return -log(sum(probability for (known, _), probability in found.items() if known == wanted))
 
 
 def _real(rng: np.random.Generator, shape: tuple[int, ...]) -> Array:
