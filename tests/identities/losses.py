@@ -57,11 +57,7 @@ class Head:
     def kind(self) -> Any:
         """The loss as an argument: its name, or an object with its options."""
         plain = not self.options and self.weight == 1
-        return (
-            self.loss
-            if plain or self.loss == "ctc"
-            else LOSSES[self.loss].kind(**self.options, weight=self.weight)
-        )
+        return self.loss if plain else LOSSES[self.loss].kind(**self.options, weight=self.weight)
 
     def prediction_shape(self, n: int) -> tuple[int, ...]:
         """Of ``n`` examples, without the classes."""
