@@ -6,7 +6,7 @@ multiple of what it moves other rows. Where most features are rare, as in one-ho
 of words, each row has few of them, and an update of the usual norm moves every row too little.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import reduce
 from itertools import accumulate
@@ -62,6 +62,8 @@ class FeatureBounds:
     inputs: tuple[LayerInput, ...] = ()  # the inputs of the layers
     # Places of the features of each weight among those of all inputs.
     places: Mapping[str, slice] = field(default_factory=dict)
+    # Weights whose layer has one row for each example, as that of a table.
+    of_tables: Collection[str] = ()
 
     def new_slots(self, arrays: Vector) -> dict[str, Array]:
         """Return an array of the host in the shape of the powers, of the type of ``arrays``."""
@@ -110,14 +112,15 @@ class FeatureBounds:
         return Shortened(bounded, active)
 
     def most_are_rare(self, slots: Mapping[str, Mapping[str, Any]]) -> Any:
-        """Return whether more than half of the features of a weight are rare.
+        """Return whether more than half of the features of a table are rare.
 
-        It is a truth value, or a recorded one.
+        It is a truth value, or a recorded one. Layers with several rows for each example have rows
+        enough in a part of the batch.
         """
-        if not self.places:
+        if not self.of_tables:
             return False
         rare, *_ = _activity(slots[POWERS][POWERS])
-        parts = [rare[place].astype(np.float32).mean() for place in self.places.values()]
+        parts = [rare[self.places[name]].astype(np.float32).mean() for name in self.of_tables]
         return reduce(np.maximum, parts) > _MOST
 
 
@@ -170,6 +173,7 @@ def feature_bounds(
     mixed = _mixed(engine, blocks)
     sizes: dict[LayerInput, int] = {}
     sources: dict[str, LayerInput] = {}
+    facts = _model_of(engine).facts
     for name, weight in weights.items():
         count, rows, _ = weight.matrices(arrays[name], copy=False).shape
         tensors, packing = blocks[name].layer_rows(), blocks[name].packing
@@ -180,15 +184,21 @@ def feature_bounds(
                 sources[name], sizes[source] = source, count * features
     stops = accumulate(sizes.values())
     places = {s: slice(k - sizes[s], k) for s, k in zip(sizes, stops, strict=True)}
-    return FeatureBounds(weights, tuple(sizes), {n: places[s] for n, s in sources.items()})
+    of_tables = [n for n, s in sources.items() if all(len(facts[t].shape) == 2 for t in s.names)]
+    by_unit = {name: places[source] for name, source in sources.items()}
+    return FeatureBounds(weights, tuple(sizes), by_unit, of_tables)
 
 
 def _mixed(engine: Engine, blocks: Mapping[str, FisherBlock]) -> frozenset[str]:
     """Return the values that data reach through the matrices of layers only."""
-    model = engine.collection.graph
-    assert isinstance(model, OnnxModel), "an engine has a model"
-    graph = model.graph
+    graph = _model_of(engine).graph
     layers = [rows for block in blocks.values() for rows in block.layer_rows()]
     outputs = {name for rows in layers for name in rows.outputs}
     inputs = [entry.name for entry in graph.inputs]
     return of_data(graph) - dependents(graph.nodes, inputs, ONLY_SHAPES, outputs)
+
+
+def _model_of(engine: Engine) -> OnnxModel:
+    model = engine.collection.graph
+    assert isinstance(model, OnnxModel), "an engine has a model"
+    return model

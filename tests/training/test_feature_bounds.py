@@ -167,7 +167,7 @@ def test_updates_along_rare_features_have_the_length_of_their_change(scale):
 def bounds(layout, features):
     weight = Piece(ParameterSlice("w"), "dense", Packing(layout, has_bias=False), "w")
     inputs = (LayerInput(("x",), RowView()),)
-    return FeatureBounds({"w": weight}, inputs, {"w": slice(0, features)})
+    return FeatureBounds({"w": weight}, inputs, {"w": slice(0, features)}, ("w",))
 
 
 @pytest.mark.parametrize("layout", ["IO", "OI"])
@@ -192,3 +192,23 @@ def test_directions_move_active_rows_no_farther_than_all_rows(layout):
         assert 0.8 * everywhere < alone < 1.2 * everywhere
         ratio = shorter[feature] / direction[feature]
         np.testing.assert_allclose(ratio, ratio[0], rtol=1e-5)  # the row is shortened, not turned
+
+
+# Mean squares and fourth powers of a layer's features: of 0 and 1 in a hundredth of the rows, and
+# of Gaussian features.
+FEATURES = {"rare": (0.01, 0.01), "usual": (1.0, 3.0)}
+
+
+@pytest.mark.parametrize(
+    ("sides", "features", "whole"),
+    [("n,9 -> n,1", "rare", True), ("n,9 -> n,1", "usual", False),
+     ("n,5,9 -> n,5,1", "rare", False)],
+)  # fmt: skip
+def test_statistics_have_whole_batches_of_tables_only(sides, features, whole):
+    """A part of a batch has rows enough where an example has several."""
+    nodes = "s = MatMul(input, w) h = Relu(s) output = MatMul(h, w1)"
+    model = written(sides, "w(9,32) w1(32,1)", nodes)
+    optimizer = ke.KfacOptimizer(ke.Engine.from_onnx(model, loss="normal", threads=1))
+    slots = optimizer.state().arrays
+    slots[POWERS][POWERS][...] = np.array([1.0, *FEATURES[features]])[:, None]
+    assert optimizer.measures_whole(slots) == whole
