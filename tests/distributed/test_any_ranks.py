@@ -95,8 +95,8 @@ def test_steps_equal_those_of_one_process(case):
 
 # Place of a failure to the object and the function that fail before an average moves.
 PHASES = {
-    "forward": (lambda engine: engine._passes, "trace"),
-    "backward": (lambda engine: engine._passes, "_differentiate"),
+    "forward": (lambda engine: engine.passes, "trace"),
+    "backward": (lambda engine: engine.passes, "_differentiate"),
     "statistics": (lambda engine: engine.fisher, "measure"),
 }
 
