@@ -149,7 +149,7 @@ class FisherEstimator(Fisher):
     # -- products -------------------------------------------------------------------------------
 
     def multiply_matpower(self, exp: float, vecs_and_vars: Pairs) -> list[tuple[Vector, Params]]:
-        """Return the damped matrix to the power ``exp`` times a vector.
+        """Return the product of a vector with the damped matrix to the power ``exp``.
 
         Args:
             exp: 1, or one of ``exps``.

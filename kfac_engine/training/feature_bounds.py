@@ -38,7 +38,7 @@ _WHOLE = 0.999
 # Bounds depend on each other; so many passes come close to their solution.
 _PASSES = 4
 _LEAST = 1e-30  # least divisor
-# Statistics have whole batches where more than this part of the features of a layer is rare.
+# If more than this part of a table's features is rare, statistics have whole batches.
 _MOST = 0.5
 
 # The slot of the powers, which has one array.

@@ -433,7 +433,7 @@ class KfacOptimizer(Optimizer):
 
     @recordable
     def measures_whole(self, slots: Mapping[str, Mapping[str, Any]]) -> Any:
-        """Return whether statistics have whole batches, as most features of a layer are rare.
+        """Return whether statistics have whole batches, because most features of a table are rare.
 
         Args:
             slots: The state of the optimizer before a step.

@@ -52,7 +52,7 @@ class Resources(NamedTuple):
 
 
 class Loop(NamedTuple):
-    """Instructions of a warp in one pass of a loop, without those of loops inside it."""
+    """Counts what a warp executes in one pass of a loop, without the loops inside it."""
 
     instructions: int
     integer: int  # of the pipe for integers, comparisons and conversions: two cycles each

@@ -138,7 +138,7 @@ class Count:
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Sizes of the measurement of a batch."""
+    """The shape of what a factor measures of a batch, and the count that it is a mean over."""
 
     shape: tuple[int, ...]  # shape of the measurement
     count: Count  # what the measurement is a mean over
