@@ -10,9 +10,9 @@ eigenvalues, and with fewer rows than parameters
 """
 
 from collections import ChainMap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, product
+from itertools import accumulate, pairwise, product
 from math import ceil, prod, sqrt
 from typing import Any
 
@@ -48,38 +48,51 @@ class Rows:
     A row of a sample of m among n examples is multiplied by ``√(n / m)``, so that ``RᵀR`` is the
     Fisher matrix on average. Vectors over the parameters are ``(P,)`` in float64, in the order of
     ``SampleSpace.flat``.
+
+    With several processes, the rows are those of all of them, in their order, and each process has
+    some columns of every row. Products sum over the processes, which make the same calls.
     """
 
-    matrix: NDArray[np.float64]  # the rows, with their columns in the order of the layers
+    matrix: NDArray[np.float64]  # all rows, with columns of this process in the order of the layers
     # The column of the parameters of ``flat`` that each column of ``matrix`` is.
     places: NDArray[np.intp]
     size: int  # number of parameters P; those that no layer reads have no column
-    numbers: NDArray[np.intp]  # numbers of the rows in the sample space, ``(m,)``, ascending
-    scales: NDArray[np.float64]  # the factor of each row, ``(m,)``
+    of_rank: slice  # the rows among the m rows that belong to examples of this process
+    numbers: NDArray[np.intp]  # numbers of these rows in the sample space, ascending
+    scales: NDArray[np.float64]  # the factor of each of these rows
+    sum: Callable[[Sequence[Array]], None]  # sums arrays over all processes, in place
 
     def image(self, flat: NDArray[np.float64]) -> NDArray[np.float64]:
         """Return ``R v``, ``(m,)``."""
-        result: NDArray[np.float64] = self.matrix @ flat[self.places]
-        return result
+        return self._summed(self.matrix @ flat[self.places])
 
     def combine(self, u: NDArray[np.float64]) -> NDArray[np.float64]:
         """Return ``Rᵀ u``, ``(P,)``."""
         result = np.zeros(self.size)
         result[self.places] = u @ self.matrix
-        return result
+        return self._summed(result)
 
     def gram(self) -> NDArray[np.float64]:
         """Return ``R Rᵀ``, ``(m, m)``."""
-        result: NDArray[np.float64] = self.matrix @ self.matrix.T
-        return result
+        return self._summed(self.matrix @ self.matrix.T)
+
+    def gathered(self, u: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Return a vector ``(m,)`` from the entries of each process's own rows."""
+        result = np.zeros(len(self.matrix))
+        result[self.of_rank] = u
+        return self._summed(result)
+
+    def _summed(self, array: NDArray[np.float64]) -> NDArray[np.float64]:
+        self.sum([array])
+        return array
 
 
 class SampleSpace(CurvatureProducts):
     """The rows R of the Fisher matrix of a batch, their inner products and the residuals.
 
-    A vector of the sample space is ``(rows,)`` in float64: the parts of the batch one after the
-    other, in each part the losses, and for each loss the entries of its inner shape in row-major
-    order.
+    A vector of the sample space has the entries of this process's examples, in float64: the parts
+    of the batch one after the other, in each part the losses, and for each loss the entries of its
+    inner shape in row-major order. All processes make the same calls.
 
     Args:
         assembly: The model with its losses.
@@ -88,23 +101,17 @@ class SampleSpace(CurvatureProducts):
         shards: The shards of the batch.
 
     Attributes:
-        rows: Number of rows.
+        rows: Number of rows of all processes.
         most_of_example: Largest number of rows of an example for one loss.
 
     Raises:
-        UnsupportedError: The batch is divided among several processes, a loss has no factor of its
-            Fisher matrix, its values do not have the examples alone on the first axis, or
-            examples depend on each other.
+        UnsupportedError: A loss has no factor of its Fisher matrix, its values do not have the
+            examples alone on the first axis, or examples depend on each other.
     """
 
     def __init__(
         self, assembly: Assembly, arrays: ModelArrays, traced: TracedParts, shards: BatchShards
     ) -> None:
-        if not shards.alone:
-            raise UnsupportedError(
-                "the sample space of a batch needs all its examples in one process; use "
-                "KfacOptimizer with several processes."
-            )
         if assembly.model.new_buffers:
             raise UnsupportedError(
                 "the model has normalizations with statistics of the batch, so that its examples "
@@ -115,14 +122,19 @@ class SampleSpace(CurvatureProducts):
         self._shapes: list[list[tuple[int, ...]]] = []
         traced.each(lambda trace: self._shapes.append(self._inner_shapes(trace)))
         sizes = [sum(map(prod, shapes)) for shapes in self._shapes]
-        self.rows = sum(sizes)
+        self._starts = [0, *accumulate(sizes)]
+        counts = [shape[0] for shapes in self._shapes for shape in shapes]
+        of_ranks = shards.agreement.of_all(*counts).astype(int)
+        # Number of examples of each loss in each part, ``(parts, losses, processes)``.
+        self._counts = of_ranks.T.reshape(len(self._shapes), -1, len(of_ranks))
+        each = [[prod(shape[1:]) for shape in shapes] for shapes in self._shapes]
+        self.rows = int((self._counts.sum(axis=2) * each).sum())
         self.most_of_example = max(
             (prod(shape[1:]) for shapes in self._shapes for shape in shapes), default=0
         )
-        self._starts = [0, *accumulate(sizes)]
 
     def residuals(self) -> tuple[float, NDArray[np.float64]]:
-        """Return the loss, and the residuals ρ with ``Rᵀρ = g``, ``(rows,)``.
+        """Return the loss of the whole batch, and the residuals ρ with ``Rᵀρ = g``.
 
         Both are computed in float64 from the values of the model, so that small changes of the loss
         are not lost in a constant.
@@ -150,7 +162,10 @@ class SampleSpace(CurvatureProducts):
         with self._shards.computing("residuals"):
             self._traced.each(add)
             rho = np.concatenate(parts)
-            if not (np.isfinite(total) and np.isfinite(rho).all()):
+            # A sum is NaN if the residuals of any process are.
+            finite = 0.0 if np.isfinite(rho).all() else np.nan
+            (total,) = self._shards.agreement.sum(total + finite)
+            if not np.isfinite(total):
                 raise NonFiniteError(
                     f"the loss of the batch is {total:g}, or a residual is not finite; check the "
                     f"targets, the inputs and the parameters for huge numbers."
@@ -161,7 +176,7 @@ class SampleSpace(CurvatureProducts):
         """Return ``Rᵀ u`` by parameter, in new arrays.
 
         Args:
-            u: Vector of the sample space, ``(rows,)``.
+            u: Vector of the sample space.
             names: The parameters.
         """
         total: dict[str, Array] = {}
@@ -180,10 +195,11 @@ class SampleSpace(CurvatureProducts):
 
         with self._shards.computing("product of the sample space"):
             self._traced.each(add)
+            self._sum(list(total.values()))
             return self._model.to_file_layout(total)
 
     def image(self, vector: Mapping[str, Array]) -> NDArray[np.float64]:
-        """Return ``R v``, ``(rows,)``, for arrays by parameter; absent ones count as zeros."""
+        """Return ``R v`` for arrays by parameter; absent ones count as zeros."""
         parts: list[NDArray[np.float64]] = []
         with self._shards.computing("product of the sample space"):
             checked = self._checked(vector)
@@ -197,6 +213,10 @@ class SampleSpace(CurvatureProducts):
 
             self._traced.each(add)
         return np.concatenate(parts)
+
+    def inner(self, left: Array, *rights: Array) -> tuple[float, ...]:
+        """Return the inner products of a vector of the sample space with others."""
+        return self._shards.agreement.sum(*(float(left @ right) for right in rights))
 
     def flat(self, vector: Mapping[str, Array]) -> NDArray[np.float64]:
         """Return arrays by parameter as one vector ``(P,)``; tied copies count once."""
@@ -227,35 +247,42 @@ class SampleSpace(CurvatureProducts):
             NonFiniteError: A row contains NaN or infinity.
             UnsupportedError: The examples of a parameter cannot be separated.
         """
-        rng = np.random.default_rng(seed)
-        places = iter(zip(self._starts, self._shapes, strict=False))
+        rng, rank = np.random.default_rng(seed), self._shards.agreement.rank
+        places = iter(zip(self._starts, self._shapes, self._counts, strict=False))
         blocks, numbers, scales = list[Any](), list[Any](), list[Any]()
+        read = np.zeros(self._counts.shape[2], int)  # rows of each process
 
         def add(trace: Trace) -> None:
-            start, shapes = next(places)
-            for number, shape in enumerate(shapes):
-                count, each = shape[0], prod(shape[1:])
+            start, shapes, counts = next(places)
+            for number, (shape, of_ranks) in enumerate(zip(shapes, counts, strict=True)):
+                count, each = of_ranks.sum(), prod(shape[1:])
                 chosen = np.arange(count)
                 if self.rows > most:
                     share = min(count, ceil(most * count / self.rows))
                     chosen = np.sort(rng.permutation(count)[:share])
-                scale = sqrt(count / len(chosen))
-                readers = self._readers(trace, number, shape, chosen)
-                blocks.append(
-                    scale * np.concatenate([_rows(r, len(chosen), each) for r in readers], 1)
-                )
-                rows = start + chosen[:, None] * each + np.arange(each)
+                scale, edges = sqrt(count / len(chosen)), np.cumsum([0, *of_ranks])
+                ends = np.searchsorted(chosen, edges)
+                read[...] += each * np.diff(ends)
+                local = chosen[ends[rank] : ends[rank + 1]] - edges[rank]
+                if local.size:
+                    readers = self._readers(trace, number, shape, local)
+                    block = [_rows(reader, len(local), each) for reader in readers]
+                    blocks.append(scale * np.concatenate(block, 1))
+                rows = start + local[:, None] * each + np.arange(each)
                 numbers.append(rows.reshape(-1))
                 scales.append(np.full(rows.size, scale))
-                start += count * each
+                start += shape[0] * each
 
         with self._shards.computing("rows of the sample space"):
             self._require_memory()
             self._traced.each(add)
+            matrix, columns = self._by_columns(blocks, read)
             size = sum(value.size for value in self._model.parameters.values())
+            first = int(read[:rank].sum())
+            of_rank = slice(first, first + int(read[rank]))
             return Rows(
-                np.concatenate(blocks), self._columns(), size, np.concatenate(numbers),
-                np.concatenate(scales),
+                matrix, columns, size, of_rank, np.concatenate(numbers),
+                np.concatenate(scales), self._sum,
             )  # fmt: skip
 
     def check(self, rows: Rows) -> None:
@@ -263,11 +290,11 @@ class SampleSpace(CurvatureProducts):
 
         Rows assume that an example depends on its own inputs only.
         """
-        u = np.zeros(self.rows)
-        u[rows.numbers] = np.random.default_rng(0).standard_normal(len(rows.numbers))
+        u, draws = np.zeros(self._starts[-1]), np.random.default_rng(0)
+        drawn = draws.standard_normal(len(rows.matrix))
+        u[rows.numbers] = rows.scales * drawn[rows.of_rank]
         combined = self.combine(u, tuple(self._model.parameters))
-        by_products = self.flat(combined)
-        by_rows = rows.combine(u[rows.numbers] / rows.scales)
+        by_products, by_rows = self.flat(combined), rows.combine(drawn)
         bound = max(_ROUNDING.get(array.dtype.char, 1e-3) for array in combined.values())
         if np.linalg.norm(by_rows - by_products) > bound * np.linalg.norm(by_products):
             raise UnsupportedError(
@@ -331,6 +358,34 @@ class SampleSpace(CurvatureProducts):
             )
         ]
         return read_layers(self._assembly, trace, sources, examples=shape[0], chosen=chosen)
+
+    def _by_columns(
+        self, blocks: list[NDArray[np.float64]], read: NDArray[np.int64]
+    ) -> tuple[NDArray[np.float64], NDArray[np.intp]]:
+        """Return some columns of the rows of all processes, and their ``places``.
+
+        Args:
+            blocks: The rows of this process, with all columns; the list is emptied.
+            read: Number of rows of each process.
+        """
+        agreement, columns, total = self._shards.agreement, self._columns(), int(read.sum())
+        if agreement.alone:
+            return np.concatenate(blocks), columns
+        size, rank = len(read), agreement.rank
+        cuts = [len(columns) * r // size for r in range(size + 1)]
+        counts = [total * (high - low) for low, high in pairwise(cuts)]
+        buffer, place = np.zeros(sum(counts)), int(read[:rank].sum())
+        parts = np.split(buffer, np.cumsum(counts)[:-1])
+        for low, high, part in zip(cuts, cuts[1:], parts, strict=False):
+            matrix, start = part.reshape(total, high - low), place
+            for block in blocks:
+                matrix[start : start + len(block)] = block[:, low:high]
+                start += len(block)
+        blocks.clear()
+        # The buffer has zeros for the rows of other processes.
+        with agreement.operation("columns", begins=True), agreement.exchanging():
+            received = agreement.communicator.reduce_scatter(buffer, counts)
+        return received.reshape(total, -1), columns[cuts[rank] : cuts[rank + 1]]
 
     def _columns(self) -> NDArray[np.intp]:
         """Return ``places`` of the rows."""

@@ -135,8 +135,10 @@ class GaussNewtonUpdate:
         """Return the loss at other parameters with its penalty; infinity if it is not finite."""
         engine = self.engine
         try:
-            engine.set_parameters(values, copy=False)
-            loss, _ = engine.passes.sample_space(step.batch).residuals()
+            # An error that one process alone raises here becomes one of all.
+            with engine.passes.agreement.operation("loss of a trial"):
+                engine.set_parameters(values, copy=False)
+                loss, _ = engine.passes.sample_space(step.batch).residuals()
         except NonFiniteError:
             return inf
         finally:
@@ -179,7 +181,7 @@ class _Equations:
             if not any(bool(array.any()) for array in step.slots["momentum"].values()):
                 space.check(self._rows)
             self._products = self._rows.gram()
-        self._whole = len(self._rows.numbers) == space.rows
+        self._whole = len(self._rows.matrix) == space.rows
         self.update: dict[str, Array] = {}
 
     def solved(self, damping: float, momentum: float) -> _Trial | None:
@@ -198,7 +200,8 @@ class _Equations:
         phi = solution.vector if centre is None else centre + solution.vector
         named = space.named(phi)
         self.update = update = {name: named[name] for name in step.parameters}  # no tied copies
-        slope, curvature = -float(rho @ image), float(image @ image)
+        of_rho, curvature = space.inner(image, rho, image)
+        slope = -of_rho
         if step.l2:
             slope -= step.l2 * dot(step.parameters, update)
             curvature += step.l2 * dot(update, update)
@@ -223,9 +226,10 @@ class _Equations:
     def _directly(
         self, right: NDArray[np.float64], root: NDArray[np.float64], damping: float
     ) -> _Solution:
-        y, _ = lapack.dpotrs(root, right, lower=1)
+        rows = self._rows
+        y, _ = lapack.dpotrs(root, rows.gathered(right), lower=1)
         # R Rᵀ y = ρ − λ y, so that R φ needs no product.
-        return _Solution(self._rows.combine(y), right - damping * y, 0)
+        return _Solution(rows.combine(y), right - damping * y[rows.of_rank], 0)
 
     def _iteratively(
         self, right: NDArray[np.float64], root: NDArray[np.float64], damping: float
@@ -244,7 +248,8 @@ class _Equations:
             slope = float(gradient @ preconditioned)
             direction = preconditioned + (slope / last) * direction
             image = self._image(direction)
-            curvature = float(image @ image) + damping * float(direction @ direction)
+            (curvature,) = self._space.inner(image, image)
+            curvature += damping * float(direction @ direction)
             if not (slope > 0 and curvature > 0):  # nothing is left but rounding
                 break
             length, last = slope / curvature, slope
@@ -257,7 +262,8 @@ class _Equations:
 
     def _image(self, flat: NDArray[np.float64]) -> NDArray[np.float64]:
         """Return ``R v``."""
-        return self._rows.image(flat) if self._whole else self._space.image(self._space.named(flat))
+        rows, space = self._rows, self._space
+        return rows.image(flat)[rows.of_rank] if self._whole else space.image(space.named(flat))
 
     def _combine(self, u: NDArray[np.float64]) -> NDArray[np.float64]:
         """Return ``Rᵀ u``."""
@@ -284,7 +290,7 @@ class GaussNewton(Optimizer):
     with more damping, up to eight times, before the parameters move.
 
     Squared errors and all other losses with a factor of their Fisher matrix, several losses, parts
-    of a batch and weights are supported; several processes and normalizations by the batch are not.
+    of a batch, weights and several processes are supported; normalizations by the batch are not.
 
     Source: Goldshlager, Abrahamsen & Lin 2024, arXiv:2401.10190 (SPRING), equation 18; arXiv:
     2505.12149 for equations.
@@ -301,7 +307,7 @@ class GaussNewton(Optimizer):
         non_finite: Reaction to a batch that yields NaN or infinity: ``"raise"`` or ``"skip"``.
 
     Raises:
-        InputError: An option lies outside its range, or the engine has several processes.
+        InputError: An option lies outside its range.
     """
 
     def __init__(
@@ -318,11 +324,6 @@ class GaussNewton(Optimizer):
         super().__init__(engine, learning_rate, 0.0, non_finite)
         fraction("momentum", momentum)
         check_at_least_zero("l2", l2)
-        if not engine.passes.agreement.alone:
-            raise InputError(
-                "GaussNewton runs in one process, because it needs all rows of a batch together; "
-                "use KfacOptimizer with several processes."
-            )
         if not isinstance(adapt_damping, bool | DampingAdaptation):
             raise InputError(
                 f"adapt_damping must be True, False or a DampingAdaptation, got {adapt_damping!r}."
@@ -363,7 +364,8 @@ class GaussNewton(Optimizer):
             InputError: An argument is not a positive whole number.
         """
         report = super().memory(batch_size, accumulate)
-        rows = self.engine.passes.sample_space_bytes(batch_size * accumulate)
+        shards = self.engine.passes.agreement.communicator.size
+        rows = self.engine.passes.sample_space_bytes(batch_size * accumulate * shards)
         return replace(report, scratch=report.scratch + rows)
 
     def _propose(

@@ -127,15 +127,15 @@ class KfacOptimizer(Optimizer):
 
     Where all losses are squared errors and every step has the same examples and targets, as for a
     function or an equation, ``"auto"`` fits them exactly from the eleventh step on. An exact step
-    is a step of ``GaussNewton`` if there is one process, the model has at least as many parameters
-    as rows are read, and the losses predict at most eight numbers of an example. Otherwise, or if a
-    sample of rows says too little about all rows, it is a step of ``"quadratic"`` with
-    ``momentum="quadratic"``, the whole batch's curvature and a damping that starts at 1 and follows
-    ``DampingAdaptation(2, 0.9)``. The first 30 or 60 exact steps leave a fifth of the examples out
-    (``RepeatedBatch``). If the loss of these examples rises by a twentieth of the loss's fall so
-    far, the minimum fits noise, and the optimizer returns to its earlier kind of step. A batch with
-    other examples ends the exact steps. A caller who passes ``damping``, ``momentum``, a positive
-    ``weight_decay`` or ``adapt_damping`` excludes exact steps.
+    is a step of ``GaussNewton`` if the model has at least as many parameters as rows are read, and
+    the losses predict at most eight numbers of an example. Otherwise, or if a sample of rows says
+    too little about all rows, it is a step of ``"quadratic"`` with ``momentum="quadratic"``, the
+    whole batch's curvature and a damping that starts at 1 and follows ``DampingAdaptation(2,
+    0.9)``. The first 30 or 60 exact steps leave a fifth of the examples out (``RepeatedBatch``). If
+    the loss of these examples rises by a twentieth of the loss's fall so far, the minimum fits
+    noise, and the optimizer returns to its earlier kind of step. A batch with other examples ends
+    the exact steps. A caller who passes ``damping``, ``momentum``, a positive ``weight_decay`` or
+    ``adapt_damping`` excludes exact steps.
 
     With ``"quadratic"``, ``p = (F + λ)⁻¹ g``, ``v ← μ v − α p`` and ``θ ← θ − (v + w θ)``, where α
     and μ minimize the quadratic model of the loss with the whole Fisher matrix (``momentum=
@@ -475,8 +475,7 @@ class KfacOptimizer(Optimizer):
         self, repeated: RepeatedBatch, batch: Sequence[Batch], clock: StageClock
     ) -> RepeatedBatch:
         """Return the state with the number of the first exact rule that suits a batch."""
-        alone = self.engine.passes.agreement.alone  # a run may continue with more processes
-        if not (self._exact and repeated.exact) or repeated.rule >= (0 if alone else 1):
+        if not (self._exact and repeated.exact) or repeated.rule >= 0:
             return repeated
         update = self._exact[0].update
         assert isinstance(update, GaussNewtonUpdate), "the first of the exact rules"

@@ -23,6 +23,7 @@ OPTIMIZERS = {
     "predicted": lambda engine: ke.KfacOptimizer(
         engine, 0.05, adapt_damping=ke.DampingAdaptation(2), weight_decay=0.01
     ),
+    "gauss-newton": ke.GaussNewton,
     "adam": lambda engine: ke.Adam(engine, 0.01),
     "muon": lambda engine: ke.Muon(engine, 0.01),
 }
@@ -125,7 +126,13 @@ def test_a_state_continues_on_another_number_of_ranks(tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "distribution"),
-    [("auto", "replicate"), ("auto", "shard"), ("quadratic", "shard"), ("adam", "replicate")],
+    [
+        ("auto", "replicate"),
+        ("auto", "shard"),
+        ("quadratic", "shard"),
+        ("gauss-newton", "replicate"),
+        ("adam", "replicate"),
+    ],
 )
 @pytest.mark.parametrize("failure", ["input", "rate", "memory"])
 def test_an_error_of_one_rank_is_that_of_all(name, distribution, failure):

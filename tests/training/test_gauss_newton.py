@@ -17,8 +17,8 @@ from tests.training.test_exact_steps import linear, linear_data, network
 EXAMPLES, DAMPING = 5, 0.3
 # The oracle differentiates in float64; a float32 model rounds its rows and its parameters.
 CLOSE = {"float64": 1e-8, "float32": 3e-5}
-# Sums of other parts, in float64.
-ROUNDING = 1e-11
+# Sums of other parts, and of ranks after four steps, in float64.
+ROUNDING, SUMS = 1e-11, 1e-8
 
 
 def attention():
@@ -313,12 +313,82 @@ def test_training_files_are_refused(tmp_path):
         ke.export_training(linear(3), "normal", "gauss_newton", path=tmp_path / "t")
 
 
-def test_several_processes_are_refused():
-    def make(communicator):
-        with pytest.raises(ke.InputError, match="one process"):
-            optimizer_of(linear(3), communicator=communicator)
+def two_sets():
+    """A residual of two outputs inside and one at the ends, with points of their own."""
+    residuals = {
+        "inside": lambda u: u.d("x", "x") + np.sin(3 * u.x) * u.value,
+        "ends": lambda u: u.value[:, :1] - 1.0,
+    }
+    return ke.equation(network([1, 16, 2]), residuals, {"x": ("x",)})
 
-    threads.run(2, make)
+
+# A model with its losses, the batch of one process, and the rows of each input by rank.
+def function(n):
+    x, y = wave(n)
+    return network([1, 16, 1]), "normal", ({"x": x}, y), {"x": [0, n // 5, n // 3, n]}
+
+
+def equation(n):
+    inside, ends = np.linspace(-1, 1, n)[:, None], np.linspace(-1, 1, 8)[:, None]
+    losses = {"inside": "normal", "ends": ke.Normal(weight=10)}
+    rows = {"inside x": [0, n // 2, n - 1, n], "ends x": [0, 1, 5, 8]}
+    return two_sets(), losses, ({"inside x": inside, "ends x": ends}, None), rows
+
+
+# All rows are read, or a sample of them.
+BATCHES = {
+    "function": lambda: function(40),
+    "sample of a function": lambda: function(600),
+    "equation": lambda: equation(20),
+    "sample of an equation": lambda: equation(400),
+}
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("name", BATCHES)
+def test_ranks_take_the_steps_of_one_process(name, ranks):
+    model, losses, batch, rows = BATCHES[name]()
+
+    def trained(communicator=None):
+        (inputs, targets), cuts = batch, {n: [*c[:ranks], c[-1]] for n, c in rows.items()}
+        if communicator:
+            rank = communicator.rank
+            inputs = {n: array[slice(*cuts[n][rank:][:2])] for n, array in inputs.items()}
+            targets = targets if targets is None else targets[slice(*cuts["x"][rank:][:2])]
+        optimizer = optimizer_of(model, losses, communicator, l2=1e-6)
+        reports = [optimizer.step(inputs, targets) for _ in range(4)]
+        return reports, optimizer.engine.parameters
+
+    expected, parameters = trained()
+    results = threads.run(ranks, trained)
+    for reports, of_rank in results:
+        for report, wanted in zip(reports, expected, strict=True):
+            assert report.damping == wanted.damping
+            assert report.loss == pytest.approx(wanted.loss, rel=SUMS)
+            assert report.predicted_change == pytest.approx(wanted.predicted_change, rel=SUMS)
+        for key, value in parameters.items():
+            np.testing.assert_allclose(of_rank[key], value, rtol=0, atol=SUMS)
+            np.testing.assert_array_equal(of_rank[key], results[0][1][key])
+
+
+def test_a_trial_that_overflows_on_one_rank_is_repeated_by_all():
+    """The loss at the first tries is infinite on the second rank alone."""
+    text = "n (double[n,1] x) => (double[n,1] y) { s = MatMul (x, w) y = Exp (s) }"
+    x, y = np.array([[5.0], [1.0], [-1.0], [2.0]]), np.full((4, 1), 900.0)
+
+    def trained(communicator=None):
+        rows = slice(None)
+        if communicator:
+            rows = slice(0, 2) if communicator.rank == 1 else slice(2, 4)
+        optimizer = optimizer_of(parsed(text, {"w": np.zeros((1, 1))}), communicator=communicator)
+        report = optimizer.step({"x": x[rows]}, y[rows])
+        return report.damping, optimizer.engine.parameters["w"]
+
+    damping, w = trained()
+    assert damping > 1
+    for found, of_rank in threads.run(2, trained):
+        assert found == damping
+        np.testing.assert_allclose(of_rank, w, rtol=SUMS)
 
 
 @pytest.mark.parametrize(
