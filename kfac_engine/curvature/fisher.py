@@ -267,7 +267,7 @@ class Fisher(Sealed):
         """
         readers, alone = self._chosen(factors, by_example=by_example)
         stats: dict[str, Array] = {}
-        singles = self._measure_examples(alone, batch)
+        singles = self._measure_examples(alone, batch) if alone else {}
         if propagated is None:
             values = self.sources.of_batch(readers, batch, stats)
         else:
@@ -285,8 +285,9 @@ class Fisher(Sealed):
                 bits.state = before
             update = Update(readers.measure_sum(values, joined=self.divided))
         self.params_stats = [total / (self._batch_size or 1) for total in stats.values()]
-        measured = {**update.measured, **singles}
-        return replace(update, measured=measured, left_out=self._left_out(batch.absent))
+        if singles:
+            update = replace(update, measured={**update.measured, **singles})
+        return replace(update, left_out=self._left_out(batch.absent)) if batch.absent else update
 
     def measure_part(
         self,
@@ -302,7 +303,7 @@ class Fisher(Sealed):
         changes. Errors are as for ``measure``.
         """
         readers, alone = self._chosen(bases or None, by_example=by_example and not bases)
-        measured = self._measure_examples(alone, part)
+        measured = self._measure_examples(alone, part) if alone else {}
         values = self.sources.of_batch(readers, part, {})
         if self._mode.one_source:
             readers.add_part(next(values), before)
@@ -332,15 +333,6 @@ class Fisher(Sealed):
 
     # -- commit -----------------------------------------------------------------------------------
 
-    def agree(
-        self,
-        loss: float,
-        update: Update | None,
-        gradients: Mapping[str, Array] | None = None,
-    ) -> tuple[float, float | None, Update | None]:
-        """Exchange losses and counts before ``commit``; see ``Division.exchange_losses``."""
-        return self.division.exchange_losses(loss, update, gradients or {})
-
     def commit(
         self,
         update: Update | None,
@@ -350,9 +342,9 @@ class Fisher(Sealed):
     ) -> Mapping[str, Array | Rows]:
         """Update the averages, and return the gradients of the batch that this process multiplies.
 
-        ``gradients`` are the gradients of the shard; they are summed over the processes as by
-        ``Division.combine``. ``update`` is None if no statistics are due. A ``decay`` of None is
-        ``cov_ema_decay``.
+        ``Division.exchange_losses`` precedes. ``gradients`` are the gradients of the shard; they
+        are summed over the processes as by ``Division.combine``. ``update`` is None if no
+        statistics are due. A ``decay`` of None is ``cov_ema_decay``.
         """
         decay = self.cov_ema_decay if decay is None else decay
         return self.division.combine(update, gradients or {}, decay)
@@ -578,10 +570,10 @@ class Fisher(Sealed):
     ) -> Measurements:
         """Measure factors that read single examples; averages and generator do not change."""
         measured: Measurements = {}
-        generator = self.rng.bit_generator.state if factors else None
+        generator = self.rng.bit_generator.state
         readers = self._readers_of(factors)
         try:
-            for values in self.sources.of_examples(readers, batch) if factors else ():
+            for values in self.sources.of_examples(readers, batch):
                 sizes = {factor: factor.check(values) for factor in factors}
                 measured = {
                     factor: factor.add_source(measured[factor], values)
@@ -590,8 +582,7 @@ class Fisher(Sealed):
                     for factor, size in sizes.items()
                 }
         finally:
-            if generator is not None:
-                self.rng.bit_generator.state = generator
+            self.rng.bit_generator.state = generator
         return measured
 
     def _left_out(self, absent: frozenset[int]) -> frozenset[FisherFactor]:

@@ -49,6 +49,7 @@ class MeasuredBatch:
     draws: Draws | None = None  # draws that replace random ones, by loss name
     # Numbers of the loss functions of which no target counts in the whole batch.
     absent: frozenset[int] = frozenset()
+    checked: bool = False  # whether the losses have checked what they read
 
 
 @dataclass(eq=False)
@@ -200,7 +201,10 @@ class Sources:
         rng: AnyGenerator = self.rng
         if self.rows is not None:
             rng = RowGenerator(self.rng, self.rows, self.placements())
-        for source in self.mode(self.losses, batch.trace, rng, batch.draws):
+        known = batch.checked and not batch.draws and self.mode.mat_type != "GGN"
+        sources = self.mode.sources if known else self.mode
+        values: Any = batch.trace  # a mapping, if it was checked
+        for source in sources(self.losses, values, rng, batch.draws or {}):
             yield scaled(source, batch.scales)
 
 

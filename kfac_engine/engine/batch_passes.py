@@ -458,7 +458,7 @@ class BatchPasses:
         if any(of_term is not None for of_term in rows):
             pairs = zip(self.objective.terms, rows, strict=True)
             weights = ExampleWeights.of(pairs, trace, seen.size.examples, fisher.sources.places)
-        return MeasuredBatch(trace, scales, weights, absent=seen.whole.absent)
+        return MeasuredBatch(trace, scales, weights, absent=seen.whole.absent, checked=True)
 
     def update_averages(
         self,
@@ -482,7 +482,7 @@ class BatchPasses:
         traced = self.traced(batch)
         update = self.measure(fisher, traced, examples=examples, by_example=by_example)
         if update is not None:
-            _, _, update = fisher.agree(0.0, update)
+            _, _, update = fisher.division.exchange_losses(0.0, update, {})
             fisher.commit(update, decay=decay)
         return update is not None
 

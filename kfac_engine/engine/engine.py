@@ -260,7 +260,7 @@ class Engine(Summarized, TrainableModel):
                 update = passes.measure(fisher, traced, backward.outputs) if due else None
             del traced  # activations
             every = backward.gradients
-            loss, bound, update = fisher.agree(backward.loss, update, every)
+            loss, bound, update = fisher.division.exchange_losses(backward.loss, update, every)
             undo.protect(every, exp, bound, self._model.result_types)
             with clock("statistics"):
                 owned = fisher.commit(update, every)
@@ -303,7 +303,7 @@ class Engine(Summarized, TrainableModel):
             if self.planner.observes(self.counter):
                 update = self.passes.measure(fisher, traced)
             with self.passes.agreement.operation("move", ends=True):
-                _, _, update = fisher.agree(0.0, update)
+                _, _, update = fisher.division.exchange_losses(0.0, update, {})
                 fisher.commit(update)
                 fisher.refresh(self.planner, self.counter)
             self._advance()

@@ -227,14 +227,17 @@ class Packing:
         outputs)``, a new array, or a view of the weight if the order of its entries allows and
         ``copy`` is false.
         """
-        if self.one_matrix and not copy and self.weight_format not in _TRANSPOSED_AXES:
-            return self.rows(weight, self.weight_format)[None]
+        if self.one_matrix and self.weight_format not in _TRANSPOSED_AXES:
+            matrices = self.rows(weight, self.weight_format)[None]
+            return matrices.copy() if copy else matrices
         plain, weight = self._with_taps_in_rows(weight)
         packed = plain.pack(weight, self.weight_format, xp)
         return packed.reshape(-1, *packed.shape[-2:])
 
     def from_matrices(self, matrices: Array, like: Array) -> Array:
-        """Convert matrices to a new weight in the shape and type of ``like``."""
+        """Convert matrices to a weight in the shape and type of ``like``, a view where possible."""
+        if self.one_matrix and self.weight_format not in _TRANSPOSED_AXES:
+            return self.from_rows(matrices.reshape(matrices.shape[-2:]), like)
         plain, exchanged = self._with_taps_in_rows(like)
         weight: Array = plain.unpack(matrices, exchanged)  # type: ignore[assignment] # an array
         _, result = self._with_taps_in_rows(weight)

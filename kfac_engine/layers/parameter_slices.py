@@ -164,7 +164,8 @@ class Piece:
     def array(self, matrices: Array, like: Array) -> Array:
         """Return an array in the shape and type of ``like``; the inverse of ``matrices``.
 
-        Entries of the parameter that are not in the piece are zero.
+        It may be a view of the matrices. Entries of the parameter that are not in the piece are
+        zero.
         """
         assert self.packing is not None, "vectors have no matrices"
         weight = self.packing.from_matrices(matrices, self.part.read(like))

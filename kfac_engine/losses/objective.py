@@ -213,11 +213,14 @@ class Objective:
     # The same by the model output on which the user put the loss.
     by_output: Mapping[str, str] = field(init=False)
     _read: Sequence[str] = field(init=False, repr=False)
+    _coefficients: Sequence[float] = field(init=False, repr=False)  # of the terms
 
     def __post_init__(self) -> None:
         """Collect the terms."""
         terms = tuple(term for loss in self.losses for term in loss.parts)
         object.__setattr__(self, "terms", terms)
+        coefficients = [loss.coefficient for loss in self.losses for _ in loss.parts]
+        object.__setattr__(self, "_coefficients", coefficients)
         names = dict.fromkeys(name for term in terms for name in term.inputs)
         object.__setattr__(self, "inputs", tuple(names))
         targeted = {term.inputs[0]: term.targets for term in terms if term.targets}
@@ -314,7 +317,7 @@ class Objective:
         """
         examples, sums = self.examples(values), list[tuple[float, float]]()
         for coefficient, term, seen in zip(
-            self._coefficients(), self.terms, observation.terms, strict=True
+            self._coefficients, self.terms, observation.terms, strict=True
         ):
             total = coefficient * term.value(values, seen)
             if term.inputs[0] not in self.of_batch:
@@ -369,7 +372,7 @@ class Objective:
         for a loss of which no prediction counts: its terms are zero. If no prediction of any loss
         counts, NonFiniteError is raised.
         """
-        pairs = zip(self._coefficients(), self._divisors(whole), strict=True)
+        pairs = zip(self._coefficients, self._divisors(whole), strict=True)
         return tuple([k * (1 / divisor) for k, divisor in pairs])
 
     def fisher_scales(self, observation: Observation) -> dict[str, float | Array]:
@@ -425,22 +428,17 @@ class Objective:
         predictions = (len(values[t.inputs[0]]) * t.positions(values) for t in self.terms)
         return sum(predictions) // self.examples(values)
 
-    def _coefficients(self) -> list[float]:
-        """Return the coefficient of each loss function."""
-        return [loss.coefficient for loss in self.losses for _ in loss.parts]
-
     def _divisors(self, whole: BatchSize) -> list[float]:
         """Return the divisor of the reduction for each loss function."""
         self.require_counts(whole)
-        n, totals = whole.examples, whole.totals
+        totals = whole.totals
         if len(totals) > 1:  # a loss without a target that counts is a sum of zeros
             together = sum(totals)
             totals = tuple(_counted(total, together) for total in totals)
+        of_all = {"batch_mean": whole.examples, "sum": 1}
         return [
-            1 if term.inputs[0] in self.of_batch else divisors[self.reduction]
-            for term, divisors in zip(
-                self.terms, ({"mean": t, "batch_mean": n, "sum": 1} for t in totals), strict=True
-            )
+            1 if term.inputs[0] in self.of_batch else of_all.get(self.reduction, total)
+            for term, total in zip(self.terms, totals, strict=True)
         ]
 
     def require_counts(self, whole: BatchSize) -> None:

@@ -149,12 +149,7 @@ class Trace(Mapping[str, Array]):
             UnsupportedOpError: An operator between them has no derivative rule.
             ShapeError: A cotangent has another shape than its value.
         """
-        backward = self._model.backward(tuple(cotangents), wrt, independent=independent)
-        gradients = self._run(backward, self._cotangents(backward, cotangents))
-        return {
-            name: gradients[name] if name in gradients else np.zeros_like(self[name])
-            for name in wrt
-        }
+        return self.vjp_pair(cotangents, (), wrt, independent=independent)[1]
 
     def writable_vjp(self, cotangents: Mapping[str, Array], wrt: Sequence[str]) -> dict[str, Array]:
         """Return the gradients of ``vjp`` in writable arrays.
@@ -177,7 +172,12 @@ class Trace(Mapping[str, Array]):
         return self.vjp_pair(cotangents, wrt, ())[0]
 
     def vjp_pair(
-        self, cotangents: Mapping[str, Array], writable: Sequence[str], others: Sequence[str]
+        self,
+        cotangents: Mapping[str, Array],
+        writable: Sequence[str],
+        others: Sequence[str],
+        *,
+        independent: bool = False,
     ) -> tuple[dict[str, Array], dict[str, Array]]:
         """Return ``writable_vjp`` and ``vjp`` of two sets of values, from one backward pass.
 
@@ -185,6 +185,7 @@ class Trace(Mapping[str, Array]):
             cotangents: Arrays by value name, in the shape of the value.
             writable: Names of values whose gradients must be writable.
             others: Names of values whose gradients may be read-only.
+            independent: As for ``vjp``.
 
         Returns:
             Gradients by name, for ``writable``, and for ``others``. The arrays for ``writable`` do
@@ -195,9 +196,8 @@ class Trace(Mapping[str, Array]):
             UnsupportedOpError: An operator between them has no derivative rule.
             ShapeError: A cotangent has another shape than its value.
         """
-        backward = self._model.backward(
-            tuple(cotangents), tuple(dict.fromkeys((*writable, *others)))
-        )
+        wrt = tuple(dict.fromkeys((*writable, *others)))
+        backward = self._model.backward(tuple(cotangents), wrt, independent=independent)
         gradients = backward.gradients
         feeds = self._saved(backward) | self._cotangents(backward, cotangents)
         empty = self._model.memory_space.empty
@@ -206,12 +206,17 @@ class Trace(Mapping[str, Array]):
             for name in writable
             if name in gradients and gradients[name] not in feeds
         }
-        read = dict.fromkeys(gradients[name] for name in others if name in gradients)
-        rest = tuple(gradient for gradient in read if gradient not in feeds | results)
-        if results or rest:
+        read = {gradients[name]: name for name in others if name in gradients}
+        rest = [g for g in read if g not in feeds and g not in results]
+        if results:
             session = self._model.backward_session(backward)
             feeds |= session.run_into(results, feeds, rest) | results
-        shared = {name: feeds[gradients[name]] for name in others if name in gradients}
+        elif rest:
+            feeds |= self._model.backward_session(backward).run(rest, feeds)
+        shared = {
+            name: feeds[gradients[name]] if name in gradients else np.zeros_like(self[name])
+            for name in others
+        }
         arrays: dict[str, Array] = {}
         for name in writable:
             gradient = gradients.get(name)
@@ -221,9 +226,6 @@ class Trace(Mapping[str, Array]):
                 arrays[name] = results.pop(gradient)
             else:  # the gradient is a feed, or the gradient of another value, too
                 arrays[name] = feeds[gradient].copy()
-        for name in others:
-            if name not in gradients:
-                shared[name] = np.zeros_like(self[name])
         return arrays, shared
 
     def jvp(

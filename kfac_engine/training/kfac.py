@@ -282,13 +282,13 @@ class KfacOptimizer(Optimizer):
         values, backend = self._parameters(), self.engine.collection.backend
         features = FeaturePowers(self.feature_inputs, backend)
         loss, gradients, residuals = self._differentiated(batch, clock, features)
-        seen, repeated = self._seen_with(batch), self._repeated_with(batch, loss)
-        repeated = self._with_rule(repeated, batch, clock)
-        exact = repeated.exact and self._exact
-        self._follow(exact[int(repeated.rule)] if exact else self._given, undo)
+        seen, repeated = self._seen_with(batch), self._basis.repeated
+        if self._exact:
+            repeated = self._repeated_with(batch, loss, clock)
+            self._follow(self._rules[1 + int(repeated.rule) if repeated.exact else 0], undo)
         evidence = self._evidence_with(residuals, seen)
         basis = Basis(batch, loss, seen, repeated, evidence=evidence)
-        if repeated.tries:
+        if self._exact and repeated.tries:
             basis, gradients = self._tried(basis, gradients, clock)
         rule = self._rule
         decay, size = _decay(seen.scarcity), residuals and residuals.size()
@@ -299,7 +299,7 @@ class KfacOptimizer(Optimizer):
         rate = self._rate(scale)
         for name, gradient in gradients.items() if self._l2 else ():
             add_multiple(gradient, self._l2, values[name])
-        penalty = self._penalty()
+        penalty = self._penalty() if self._l2 else 0.0
         damping = self._damping
         if self.engine.damping is not self._of_engine:  # another optimizer has set it
             self.damping = damping
@@ -332,9 +332,10 @@ class KfacOptimizer(Optimizer):
                 due, step.batch, clock, whole=rule.whole or bool(rare), by_example=rule.whole
             )
         move = rule.update(step)
-        self._next_basis = basis._replace(
-            following=move.following, repeated=basis.repeated.solved(move.iterations)
-        )
+        if self._exact:
+            repeated = basis.repeated.solved(move.iterations)
+            basis = basis._replace(following=move.following, repeated=repeated)
+        self._next_basis = basis
         report = StepReport(
             loss + penalty,
             float(rate) if move.rate is None else move.rate,
@@ -462,20 +463,18 @@ class KfacOptimizer(Optimizer):
             marks = fingerprints(batch, axes, reader, ranks.communicator, engine.passes.part_sizes)
         return self._basis.seen.after(marks)
 
-    def _repeated_with(self, batch: Sequence[Batch], loss: float) -> RepeatedBatch:
-        """Return what the steps so far and a batch tell; nothing unless steps may be exact."""
-        if not self._exact:
-            return self._basis.repeated
+    def _repeated_with(
+        self, batch: Sequence[Batch], loss: float, clock: StageClock
+    ) -> RepeatedBatch:
+        """Return what the steps so far and a batch tell, with the first exact rule that suits it.
+
+        It is called if steps may be exact.
+        """
         engine = self.engine
         of_shard = mark(batch, engine.example_axes, engine.collection.backend)
         (of_batch,) = engine.passes.agreement.sum(of_shard)
-        return self._basis.repeated.after(of_batch, loss)
-
-    def _with_rule(
-        self, repeated: RepeatedBatch, batch: Sequence[Batch], clock: StageClock
-    ) -> RepeatedBatch:
-        """Return the state with the number of the first exact rule that suits a batch."""
-        if not (self._exact and repeated.exact) or repeated.rule >= 0:
+        repeated = self._basis.repeated.after(of_batch, loss)
+        if not repeated.exact or repeated.rule >= 0:
             return repeated
         update = self._exact[0].update
         assert isinstance(update, GaussNewtonUpdate), "the first of the exact rules"
@@ -529,12 +528,14 @@ class KfacOptimizer(Optimizer):
 
     def _penalty(self) -> float:
         """Return ``½ l2 ‖θ‖²`` for the present parameters."""
-        values = self._parameters() if self._l2 else {}
-        return 0.5 * self._l2 * dot(values, values) if values else 0.0
+        values = self._parameters()
+        return 0.5 * self._l2 * dot(values, values)
 
     def _adapt(self, proposal: Proposal, batch: Sequence[Batch], clock: StageClock) -> StepReport:
         self._basis = self._next_basis
-        report = self._with_ratio(proposal.report, clock)
+        report = proposal.report
+        if self._rule.adaptation is not None:
+            report = self._with_ratio(report, self._rule.adaptation, clock)
         if self._basis.following is not None:
             self.damping = self._basis.following
         if not self._rule.measures:
@@ -542,18 +543,21 @@ class KfacOptimizer(Optimizer):
         refreshed = self._curvature.advance()
         return replace(report, refreshed=refreshed) if refreshed else report
 
-    def _with_ratio(self, report: StepReport, clock: StageClock) -> StepReport:
+    def _with_ratio(
+        self, report: StepReport, adaptation: DampingAdaptation, clock: StageClock
+    ) -> StepReport:
         """Adapt the damping where that is due; return the report with the reduction ratio."""
-        predicted, adaptation, basis = report.predicted_change, self._rule.adaptation, self._basis
+        predicted, basis = report.predicted_change, self._basis
         # The step of the report is over: steps is its number from 1.
-        if adaptation is None or predicted is None or not adaptation.is_due(self.steps - 1):
+        if predicted is None or not adaptation.is_due(self.steps - 1):
             return report
         before = basis.loss + report.penalty
         if abs(predicted) <= _RESOLUTION * abs(before):  # no change is left but rounding
             return report
         with clock("damping"):
             try:
-                change = self.engine.loss(basis.batch) + self._penalty() - before
+                loss = self.engine.loss(basis.batch)
+                change = (loss + self._penalty() if self._l2 else loss) - before
             except NonFiniteError:
                 change = inf
             self.damping, ratio = adaptation.adapted(self._damping, change, predicted, self._l2)

@@ -100,6 +100,8 @@ def natural_gradients(engine: Engine, vectors: Vector) -> dict[str, Array]:
     A layer of which the weight alone has a vector has zeros for its bias.
     """
     products = engine.fisher.multiply_power(vectors, -1)
+    if len(products) == len(vectors):
+        return products
     return {name: array for name, array in products.items() if name in vectors}
 
 

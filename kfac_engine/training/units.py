@@ -46,6 +46,8 @@ class Units:
 
     def split(self, arrays: Vector) -> dict[str, Array]:
         """Return arrays by unit from arrays by parameter; other parameters are left out."""
+        if not self._divided and arrays.keys() <= self._parts.keys():
+            return dict(arrays)
         known = {name: array for name, array in arrays.items() if name in self._parts}
         return parameter_slices.split(self._parts, known) if self._divided else known
 

@@ -113,6 +113,11 @@ class TensorStats:
 
     squared_norms: Mapping[str, float]
 
+    @property
+    def all_finite(self) -> bool:
+        """Whether the sums of squares of all values are finite."""
+        return all(map(isfinite, self.squared_norms.values()))
+
     def is_finite(self, name: str) -> bool:
         """Return whether the sum of squares of a value is finite."""
         return isfinite(self.squared_norms[name])
@@ -128,13 +133,6 @@ def tensor_stats(names: Sequence[str], values: Values, backend: Backend) -> Tens
     """Return the norms of values of a batch, where ``values`` is the result of ``take``."""
     norms = backend.squared_norms([values[name] for name in names])
     return TensorStats(dict(zip(names, norms, strict=True)))
-
-
-def multiplications(factor: "FisherFactor", sizes: Sizes, values: Values) -> float:
-    """Estimate the multiplications of a measurement: half the products of two features of a row."""
-    if len(sizes.shape) < 2:
-        return float(sum(values[name].size for name in factor.statistic.names()))
-    return sizes.count.rows * prod(sizes.shape) / 2
 
 
 class FisherFactor(ABC):
@@ -235,15 +233,14 @@ class FisherFactor(ABC):
         for name in self.statistic.names():
             if not known.is_finite(name):
                 self._check_large(name, values[name])
-        shape, old = self.statistic.shape(values), self.average.value
-        if old is not None and old.shape != shape:
-            raise ShapeError(f"{self.name} has shape {old.shape}, this batch gives {shape}.")
-        count = Count.of(self.statistic, values)
-        if not count.examples:
+        sizes, old = Sizes.of(self.statistic, values), self.average.value
+        if old is not None and old.shape != sizes.shape:
+            raise ShapeError(f"{self.name} has shape {old.shape}, this batch gives {sizes.shape}.")
+        if not sizes.count.examples:
             raise InputError(f"the batch for {self.name} holds no example.")
         for pair in self.statistic.products():
             self._check_product(pair, values, known)
-        return Sizes(shape, count)
+        return sizes
 
     def read(self, values: Values) -> dict[str, Array]:
         """Return the checked values of a batch that the statistic reads, as arrays of the backend.
@@ -279,7 +276,8 @@ class FisherFactor(ABC):
             before: The measurement of earlier parts; the result is then that of all parts so far,
                 in the same array.
         """
-        sizes, statistic, backend = sizes or self._sizes(values), self.statistic, self.backend
+        statistic, backend = self.statistic, self.backend
+        sizes = sizes or Sizes.of(statistic, values)
         square = joined and statistic.of_sums
         dtype = np.result_type(self.narrowest, type_of_mean(values, statistic.names()))
         if square:
@@ -299,9 +297,8 @@ class FisherFactor(ABC):
 
     def to_measure(self, values: Values, sizes: Sizes | None = None) -> ToMeasure:
         """Return what ``commit`` measures straight into the average; arguments as ``measure``."""
-        sizes = sizes or self._sizes(values)
-        names, work = self.statistic.names(), multiplications(self, sizes, values)
-        return ToMeasure(values, sizes, sizes.count, names, work)
+        sizes = sizes or Sizes.of(self.statistic, values)
+        return ToMeasure(values, sizes, sizes.count, self.statistic.names())
 
     def add_source(self, measurement: Measurement, values: Values) -> Measurement:
         """Return a measurement with a further source of its batch; its array is reused."""
@@ -416,9 +413,6 @@ class FisherFactor(ABC):
                 f"overflow; the batch was not taken into {self.name}."
             )
         self.narrowest = _WIDE
-
-    def _sizes(self, values: Values) -> Sizes:
-        return Sizes(self.statistic.shape(values), Count.of(self.statistic, values))
 
     def _room(self, measurement: Measurement | ToMeasure) -> Array:
         """Return the array of the average, created as identity or zeros before the first batch."""

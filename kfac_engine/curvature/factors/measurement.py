@@ -73,7 +73,6 @@ class ToMeasure:
     sizes: Sizes  # result of ``FisherFactor.check``
     count: Count  # count of the whole batch
     names: tuple[str, ...]  # names of the values that the statistic reads
-    work: float  # estimated number of multiplications
     part: float = 1.0  # share of these values in the whole batch
 
     @property

@@ -14,7 +14,7 @@ from typing import TypeAlias
 from kfac_engine._types import Array, Values
 from kfac_engine.backend.protocol import Backend
 from kfac_engine.backend.threads import Task
-from kfac_engine.curvature.factors.base import FisherFactor, multiplications, tensor_stats
+from kfac_engine.curvature.factors.base import FisherFactor, tensor_stats
 from kfac_engine.curvature.factors.eigenbasis import (
     EigenbasisFactor,
     OverRanks,
@@ -71,7 +71,7 @@ class Update:
         for factor in self.straight:
             factor.wait()  # a pending refresh may belong to several factors
         if self.backend is not None:
-            tasks = (Task(m.work, partial(measure, f, m)) for f, m in self.straight.items())
+            tasks = (Task(m.sizes.work, partial(measure, f, m)) for f, m in self.straight.items())
             self.backend.run_parallel([*tasks])
         for factor, measurement in self.measured.items():
             commit(factor, measurement)
@@ -121,6 +121,10 @@ class Readers:
         self._all_names = tuple(dict.fromkeys(chain(*names)))
         self._bases = [f for f in self.factors if isinstance(f, EigenbasisFactor)]
         self._readers = Counter(chain(lengths, *names))
+        lasting = all(s.sizes_by_shape and not s.products() for s in statistics)
+        self._shaped = tuple(every) if lasting else ()
+        # Shapes of the last batch, and the sizes that follow from them.
+        self._last: tuple[list[tuple[int, ...]], dict[FisherFactor, Sizes]] = [], {}
 
     def measure(
         self,
@@ -143,7 +147,7 @@ class Readers:
         later = self.factors if straight is None else [f for f in self.factors if f in straight]
         pairs = {factor: factor.to_measure(values, sizes[factor]) for factor in later}
         others = [factor for factor in self.factors if factor not in pairs]
-        measured = self._measured(values, sizes, others, unread)
+        measured = self._measured(values, sizes, others, unread) if others else {}
         return Update(measured, pairs, unread=unread, backend=self._backend)
 
     def measure_sum(self, sources: Iterator[dict[str, Array]], *, joined: bool) -> Measurements:
@@ -196,8 +200,7 @@ class Readers:
 
         for factor in factors:
             factor.wait()  # a pending refresh may belong to several factors
-        works = {factor: multiplications(factor, sizes[factor], values) for factor in factors}
-        self._backend.run_parallel([Task(works[f], partial(measure, f)) for f in factors])
+        self._backend.run_parallel([Task(sizes[f].work, partial(measure, f)) for f in factors])
         return {factor: measured[factor] for factor in factors}
 
     def _add_source(self, sums: Measurements, values: dict[str, Array]) -> None:
@@ -209,13 +212,20 @@ class Readers:
         def add(factor: FisherFactor) -> None:
             sums[factor] = factor.add_source(sums[factor], values)
 
-        works = {factor: multiplications(factor, size, values) for factor, size in sizes.items()}
-        self._backend.run_parallel([Task(works[f], partial(add, f)) for f in sizes])
+        self._backend.run_parallel([Task(size.work, partial(add, f)) for f, size in sizes.items()])
 
     def _check(self, values: Values) -> dict[FisherFactor, Sizes]:
-        """Check a batch for all factors; return the sizes of their measurements."""
-        expected, whose = self._examples, self._whose
+        """Check a batch for all factors; return the sizes of their measurements.
+
+        A batch with the shapes of the last one has its sizes where they follow from shapes.
+        """
         known = tensor_stats(self._all_names, values, self._backend)
+        shapes: list[tuple[int, ...]] = []
+        if len(self._shaped) == len(values) and known.all_finite:  # rows have no weights
+            shapes = [values[name].shape for name in self._shaped]
+            if shapes == self._last[0]:
+                return self._last[1]
+        expected, whose = self._examples, self._whose
         checked = {}
         for factor in self.factors:
             sizes = checked[factor] = factor.check(values, known)
@@ -228,4 +238,6 @@ class Readers:
                     f"Batch size {examples} for factor {factor.name} did not match value "
                     f"{expected}, {whose}."
                 )
+        if all(factor.average.value is not None for factor in self.factors):
+            self._last = shapes, checked
         return checked

@@ -59,6 +59,7 @@ class SampledMoment(KroneckerMoment):
     """Mean of ``x xᵀ`` over randomly drawn examples and positions."""
 
     moment: ClassVar[str] = ""
+    sizes_by_shape: ClassVar[bool] = False
 
     sampling: Sampling = EVERYTHING  # numbers of examples and positions to draw
     # Seed of the draws; the factor sets it for each batch.

@@ -58,6 +58,8 @@ class Statistic(ABC):
     # Which part of ``mean x xᵀ`` over all rows the measurement is: ``"matrix"``, for each group if
     # there are groups, ``"blocks"`` or ``"diagonal"``; empty for none.
     moment: ClassVar[str] = ""
+    # Whether shape and count follow from the shapes of the values, unless their rows have weights.
+    sizes_by_shape: ClassVar[bool] = False
 
     tensors: Tensors  # names of the tensors that change from source to source
 
@@ -138,10 +140,19 @@ class Count:
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """The shape of what a factor measures of a batch, and the count that it is a mean over."""
+    """The sizes of what a factor measures of a batch."""
 
     shape: tuple[int, ...]  # shape of the measurement
     count: Count  # what the measurement is a mean over
+    work: float  # estimated number of multiplications
+
+    @classmethod
+    def of(cls, statistic: Statistic, values: Values) -> "Sizes":
+        """Return the sizes of a batch."""
+        shape, count = statistic.shape(values), Count.of(statistic, values)
+        if len(shape) < 2:
+            return cls(shape, count, float(sum(values[name].size for name in statistic.names())))
+        return cls(shape, count, count.rows * prod(shape) / 2)  # half the products of two features
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +161,7 @@ class KroneckerMoment(Statistic):
 
     over_rows: ClassVar[bool] = True
     moment: ClassVar[str] = "matrix"
+    sizes_by_shape: ClassVar[bool] = True
 
     tensors: Tensors  # names ``[source][part]`` over uses
     view: View  # reads a tensor as rows

@@ -41,6 +41,7 @@ class IdCounts(KroneckerDiagonal):
     """Fraction of rows that contain each token id, ``(vocabulary,)``; reads a ``TokenIdView``."""
 
     moment: ClassVar[str] = ""
+    sizes_by_shape: ClassVar[bool] = False  # the ids are compared with the vocabulary
 
     def shape(self, values: Values) -> tuple[int, ...]:
         for name in self.names():
