@@ -75,6 +75,7 @@ class Planner:
 
     def __init__(self, works: Sequence[Work], schedule: Schedule) -> None:
         self.works = tuple(works)
+        self._keys = tuple([work.key for work in self.works])
         self.schedule = schedule
         self.refreshed: dict[str, int] = {}
         # The phase of the period in which each work is refreshed.
@@ -91,13 +92,13 @@ class Planner:
         period in this call, for periods that grow: a work is then due as soon as so many calls have
         passed since its latest refresh, whatever the policy.
         """
-        keys, period = [work.key for work in self.works], self.schedule.refresh_every
+        keys, period, last = self._keys, self.schedule.refresh_every, self.refreshed
         if counter == 0:
-            return tuple(keys)
+            return keys
         if bound is None:
-            return tuple(key for key in keys if counter % period == self._slots[key])
+            return tuple([key for key in keys if counter % period == self._slots[key]])
         period = min(period, bound)
-        return tuple(k for k in keys if counter - self.refreshed.get(k, -inf) >= period)
+        return tuple([key for key in keys if counter - last.get(key, -inf) >= period])
 
     def advance(self, counter: int, refreshed: Sequence[str]) -> None:
         """Record the keys that a call has refreshed, after the call has succeeded."""

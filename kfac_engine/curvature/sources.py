@@ -211,5 +211,8 @@ class Sources:
 @recordable
 def scaled(source: Mapping[str, Array], scales: Scales) -> dict[str, Array]:
     """Return each cotangent times the scale of its loss input; a missing scale counts as 1."""
-    pairs = {name: (array, scales.get(name, 1.0)) for name, array in source.items()}
-    return {n: a * k if isinstance(k, float) else times(a, k) for n, (a, k) in pairs.items()}
+    cotangents: dict[str, Array] = {}
+    for name, array in source.items():
+        scale = scales.get(name, 1.0)
+        cotangents[name] = array * scale if isinstance(scale, float) else times(array, scale)
+    return cotangents

@@ -7,8 +7,7 @@ batch.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from itertools import accumulate, count
+from itertools import accumulate
 from typing import TypeAlias
 
 from kfac_engine._types import Array
@@ -111,12 +110,6 @@ class TracedParts:
                     raise
                 raise named from error
 
-    def exchanged(self, number: int, exchange: Callable[[], ExchangedPart]) -> ExchangedPart:
-        """Return the part of a number after an exchange of sizes, which the first call makes."""
-        if number == len(self.exchanges):
-            self.exchanges.append(exchange())
-        return self.exchanges[number]
-
     def count(
         self,
         shards: BatchShards,
@@ -129,12 +122,11 @@ class TracedParts:
         exchanged their sizes. ``examples`` is the number of examples of the batch of this process,
         if the parts have only some of them; the size is then the size of a batch of as many.
         """
-        numbers, single = count(), len(self.parts) == 1
+        single = len(self.parts) == 1
 
         def exchange(trace: Trace) -> None:
             known = examples if single else None
-            make = partial(shards.exchange_sizes, trace, observe(trace), known)
-            self.exchanged(next(numbers), make)
+            self.exchanges.append(shards.exchange_sizes(trace, observe(trace), known))
 
         if not self.exchanges:
             self.each(exchange)

@@ -301,7 +301,7 @@ class BatchPasses:
             backward = self._differentiate(
                 trace, observation, read, residuals, update_buffers=update_buffers
             )
-            if update_buffers:
+            if backward.buffers:
                 buffers.append((self.objective.examples(trace), backward.buffers))
             notes.update(dict.fromkeys(backward.notes))
             if features is not None:
@@ -310,7 +310,7 @@ class BatchPasses:
             return backward
 
         backward = self._joined(traced, differentiate)
-        joined = self.model.joined_buffers(buffers[-count:])
+        joined = self.model.joined_buffers(buffers[-count:]) if buffers else {}
         return backward._replace(buffers=joined, notes=tuple(notes))
 
     def _differentiate(
@@ -333,7 +333,7 @@ class BatchPasses:
             backward.loss,
             self.arrays.for_backend(backward.gradients),
             backward.outputs,
-            self._updated_buffers(trace) if update_buffers else {},
+            self._updated_buffers(trace) if update_buffers and self.model.new_buffers else {},
             disagreements(self.model.graph, trace),
             backward.each,
         )
@@ -520,8 +520,6 @@ class BatchPasses:
 
     def _updated_buffers(self, trace: Trace) -> dict[str, Array]:
         """Return the running statistics after a batch."""
-        if not self.model.new_buffers:
-            return {}
         buffers = self.model.buffers_after(trace)
         with trace.explain():
             check_finite(buffers, self.model.memory_space, "the running statistic")
@@ -543,9 +541,10 @@ class BatchPasses:
         differ, a second pass uses the right size.
         """
         result, sizes = self._sum(traced, differentiate, None)
-        whole, used = sum(sizes[1:], sizes[0]), sizes[0].positive()
+        whole = sum(sizes[1:], sizes[0])
         self.absent = whole.absent
         if len(sizes) > 1:
+            used = sizes[0].positive()
             # A loss without targets that count has no gradient to correct.
             pairs = enumerate(self.objective.corrections(used, whole))
             corrections = [factor for number, factor in pairs if number not in whole.absent]
@@ -570,10 +569,9 @@ class BatchPasses:
         sizes: list[BatchSize] = []
 
         def add(trace: Trace) -> None:
-            part = traced.exchanged(
-                len(sizes), lambda: self.shards.exchange_sizes(trace, self.observe(trace))
-            )
-            observation = part.observation
+            if len(sizes) == len(traced.exchanges):
+                traced.exchanges.append(self.shards.exchange_sizes(trace, self.observe(trace)))
+            observation = traced.exchanges[len(sizes)].observation
             sizes.append(observation.whole)
             if len(traced.parts) > 1:
                 observation = observation.within(whole or sizes[0].positive())

@@ -87,7 +87,9 @@ class BatchShards:
         count = size.examples if examples is None else examples
         if self.alone:
             rows = RowRange(0, size.examples, size.examples)
-            return ExchangedPart(observation.within(size.of_examples(count)), rows, (count,))
+            if count != size.examples:
+                observation = observation.within(size.of_examples(count))
+            return ExchangedPart(observation, rows, (count,))
         equal = dict(self.state())
         if self._exchanges % _CHECKED_EVERY == 0:
             equal |= parameter_checksums(self._parameters())

@@ -60,6 +60,8 @@ class BatchSize:
     @property
     def absent(self) -> frozenset[int]:
         """Numbers of the loss functions of which no prediction counts."""
+        if all(self.totals):  # most often
+            return frozenset()
         return frozenset(number for number, total in enumerate(self.totals) if not total)
 
     def positive(self) -> "BatchSize":

@@ -341,7 +341,8 @@ class Trace(Mapping[str, Array]):
     def _saved(self, backward: Backward) -> dict[str, Array]:
         """Return the values of the forward pass that a backward graph reads."""
         fed, values = self._model.fed(backward), self._values
-        self._fetch([name for name in fed if name not in values])
+        if not values.keys() >= {*fed}:
+            self._fetch([name for name in fed if name not in values])
         return {name: values[name] for name in fed}
 
     def _cotangents(self, backward: Backward, cotangents: Mapping[str, Array]) -> dict[str, Array]:
@@ -360,6 +361,5 @@ class Trace(Mapping[str, Array]):
         return array.astype(expected.dtype, copy=False)
 
     def _fetch(self, names: Sequence[str]) -> None:
-        if names:
-            self._model.want(names)
-            self._values |= self._model.fetch(self._feeds)
+        self._model.want(names)
+        self._values |= self._model.fetch(self._feeds)

@@ -62,17 +62,14 @@ class Update:
 
         def commit(factor: FisherFactor, measurement: Measurement | ToMeasure) -> None:
             factor.commit(measurement, decay, weight, counts=factor not in self.left_out)
-
-        def measure(factor: FisherFactor, measurement: ToMeasure) -> None:
-            commit(factor, measurement)
-            if self.unread is not None:
+            if self.unread is not None and isinstance(measurement, ToMeasure):
                 self.unread.read(measurement.names)
 
         for factor in self.straight:
             factor.wait()  # a pending refresh may belong to several factors
         if self.backend is not None:
-            tasks = (Task(m.sizes.work, partial(measure, f, m)) for f, m in self.straight.items())
-            self.backend.run_parallel([*tasks])
+            tasks = [Task(m.sizes.work, partial(commit, f, m)) for f, m in self.straight.items()]
+            self.backend.run_parallel(tasks)
         for factor, measurement in self.measured.items():
             commit(factor, measurement)
 
@@ -144,9 +141,11 @@ class Readers:
         sizes, unread = self._check(values), UnreadValues(values, self._readers, release)
         if self._bases:
             set_bases(self._bases, values, over_ranks)
-        later = self.factors if straight is None else [f for f in self.factors if f in straight]
+        later, others = self.factors, tuple[FisherFactor, ...]()
+        if straight is not None:
+            later = tuple(f for f in self.factors if f in straight)
+            others = tuple(f for f in self.factors if f not in straight)
         pairs = {factor: factor.to_measure(values, sizes[factor]) for factor in later}
-        others = [factor for factor in self.factors if factor not in pairs]
         measured = self._measured(values, sizes, others, unread) if others else {}
         return Update(measured, pairs, unread=unread, backend=self._backend)
 

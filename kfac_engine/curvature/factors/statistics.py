@@ -242,7 +242,7 @@ class KroneckerMoment(Statistic):
             # ÷ rows: the mean over examples and positions, in both factors of a block. The block
             # multiplies by the number of positions once. ÷ parts: the mean over parts.
             scale = alpha / (sum(self.view.count(x.shape) for x in arrays) * parts)
-            for x in side_by_side(arrays, backend):
+            for x in arrays if len(arrays) == 1 else side_by_side(arrays, backend):
                 self.view.second_moment(
                     at_least(out.dtype, x),
                     out,
@@ -447,9 +447,6 @@ def one_use(names: Sequence[str]) -> tuple[Uses, ...]:
 
 def side_by_side(arrays: Sequence[Array], backend: Backend) -> Iterator[Array]:
     """Yield the uses of a layer, with small tensors joined along the axis of the examples."""
-    if len(arrays) == 1:
-        yield arrays[0]
-        return
     equal = len({(x.shape[1:], x.dtype) for x in arrays}) == 1
     largest = max(x.nbytes for x in arrays)
     step = max(1, _JOINED_BYTES // max(largest, 1)) if equal and largest < _SMALL_BYTES else 1
