@@ -436,7 +436,8 @@ class Fisher(Sealed):
             rates = refreshes.early_rates(self._collection, self.works)
             return int(refreshes.least_period(rates, examples))
 
-        return GrowingPlanner(self.works, schedule, least_period)
+        cheap = refreshes.are_cheap(self.works)
+        return GrowingPlanner(self.works, schedule, None if cheap else least_period)
 
     def refresh(self, planner: Planner, counter: int, bound: int | None = None) -> None:
         """Refresh the factors that are due; with ``schedule.overlap`` only begin to.

@@ -31,6 +31,11 @@ def works(
     return tuple(Work(key, costs[key], owners.get(key), ranks) for key in factors)
 
 
+def are_cheap(works: Sequence[Work]) -> bool:
+    """Return whether the refresh of all factors takes milliseconds, so that it may come often."""
+    return sum(work.cost for work in works) < _CHEAP
+
+
 def early_rates(
     collection: LayerCollection,
     works: Sequence[Work],
@@ -46,10 +51,9 @@ def early_rates(
     ``repeats`` returns the number of rows of each example in the factors of a block, which is
     measured by default.
     """
-    refresh = sum(work.cost for work in works)
-    if refresh < _CHEAP:
+    if are_cheap(works):
         return inf, inf
-    refresh *= _DOUBLE * (1 / _EARLY_SHARE - 1)
+    refresh = sum(work.cost for work in works) * _DOUBLE * (1 / _EARLY_SHARE - 1)
     measured = lambda block: max(factor.repeats or 1.0 for factor in block.factors)  # noqa: E731
     rows_of = repeats or measured
     passes = products = 0.0

@@ -123,7 +123,7 @@ class GrowingPlanner(Planner):
         works: As for ``Planner``.
         schedule: As for ``Planner``.
         least_period: Returns the least number of calls between two refreshes, for the number of
-            examples of a batch.
+            examples of a batch; None for one call.
 
     Attributes:
         observed: Call of the latest update of the covariances; −1 before the first one.
@@ -135,7 +135,7 @@ class GrowingPlanner(Planner):
         self,
         works: Sequence[Work],
         schedule: Schedule,
-        least_period: Callable[[int], int] = lambda _: 1,
+        least_period: Callable[[int], int] | None = None,
     ) -> None:
         super().__init__(works, schedule)
         self._least_period = least_period
@@ -151,7 +151,7 @@ class GrowingPlanner(Planner):
         ``counter`` is the number of the call, from 0, and ``examples`` the size of its batch.
         """
         grown = self._grown(counter)
-        if grown >= self.schedule.refresh_every:
+        if self._least_period is None or grown >= self.schedule.refresh_every:
             return grown
         return max(grown, self._least_period(examples))
 

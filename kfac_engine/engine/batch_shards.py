@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from zlib import crc32
 
 import numpy as np
@@ -130,6 +130,9 @@ class BatchShards:
     ) -> tuple[list[float], Residuals]:
         """Return losses and residuals of all processes."""
         sums = {} if residuals is None else residuals.sums
+        if self.alone:
+            on_host = {n: tuple(map(_in_float64, entry)) for n, entry in sums.items()}
+            return [*map(float, losses)], Residuals(on_host)
         entries = {(n, i): x for n, entry in sums.items() for i, x in enumerate(entry)}
         # The sums of features are arrays; their lengths may differ, as those of sequences do.
         features = {place: x for place, x in entries.items() if np.ndim(x)}
@@ -147,6 +150,11 @@ class BatchShards:
         return totals[: len(losses)], Residuals(
             {n: tuple([every[n, i] for i in range(len(entry))]) for n, entry in sums.items()}
         )
+
+
+def _in_float64(entry: Any) -> Any:
+    """Return a number, or an array of numbers, on the host."""
+    return np.array(entry.tolist(), np.float64) if np.ndim(entry) else float(entry)
 
 
 def parameter_checksums(parameters: Mapping[str, Array]) -> dict[str, str]:

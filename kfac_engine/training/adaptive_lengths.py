@@ -351,7 +351,8 @@ class AdaptiveLengthUpdate:
 
     def _many(self, arrays: Collection[Array]) -> ManyArrays | None:
         """Return the operations on many arrays of a device; None unless the arrays are there."""
-        return self.engine.collection.backend.many if all(map(on_device, arrays)) else None
+        many = self.engine.collection.backend.many
+        return many if many is not None and all(map(on_device, arrays)) else None
 
     def _measured(self, step: StepInputs, descent: Descent, onward: Any) -> list[Products]:
         """Write the span; return ``⟨g, p⟩`` and ``|p|²`` of directions: see ``Shortened``.

@@ -282,19 +282,14 @@ class KfacOptimizer(Optimizer):
         values, backend = self._parameters(), self.engine.collection.backend
         features = FeaturePowers(self.feature_inputs, backend)
         loss, gradients, residuals = self._differentiated(batch, clock, features)
-        seen, repeated = self._seen_with(batch), self._basis.repeated
-        if self._exact:
-            repeated = self._repeated_with(batch, loss, clock)
-            self._follow(self._rules[1 + int(repeated.rule) if repeated.exact else 0], undo)
-        evidence = self._evidence_with(residuals, seen)
-        basis = Basis(batch, loss, seen, repeated, evidence=evidence)
-        if self._exact and repeated.tries:
+        basis = self._basis_with(batch, loss, residuals, clock, undo)
+        if self._exact and basis.repeated.tries:
             basis, gradients = self._tried(basis, gradients, clock)
         rule = self._rule
-        decay, size = _decay(seen.scarcity), residuals and residuals.size()
+        decay, size = _decay(basis.seen.scarcity), residuals and residuals.size()
         if rule is self._given:
             scale *= _signal(size, decay)
-            for name, strength in self._shrinkage.strengths(evidence).items():
+            for name, strength in self._shrinkage.strengths(basis.evidence).items():
                 add_multiple(gradients[name], strength, values[name])
         rate = self._rate(scale)
         for name, gradient in gradients.items() if self._l2 else ():
@@ -319,7 +314,7 @@ class KfacOptimizer(Optimizer):
             examples=sum(map(sum, self.engine.passes.part_sizes)),
             predicts=rule.adaptation is not None and rule.adaptation.is_due(self.steps),
             clock=clock,
-            decay=self._shrinkage.kept_decay(seen) * _left(decay, size),
+            decay=self._shrinkage.kept_decay(basis.seen) * _left(decay, size),
             spreads={} if residuals is None else residuals.spreads(),
             features=None if features.sums is None else backend.to_numpy(features.sums),
         )
@@ -347,6 +342,27 @@ class KfacOptimizer(Optimizer):
             seconds=clock.seconds,
         )
         return Proposal(move.values, step.new_slots, report)
+
+    def _basis_with(
+        self,
+        batch: Sequence[Batch],
+        loss: float,
+        residuals: Residuals | None,
+        clock: StageClock,
+        undo: Undo,
+    ) -> Basis:
+        """Return what a step is computed from, and follow the rule that suits its batch."""
+        seen, repeated, evidence = (
+            self._seen_with(batch),
+            self._basis.repeated,
+            self._basis.evidence,
+        )
+        if self._exact:
+            repeated = self._repeated_with(batch, loss, clock)
+            self._follow(self._rules[1 + int(repeated.rule) if repeated.exact else 0], undo)
+        if self._shrinkage.blocks and residuals is not None and self._rule is self._given:
+            evidence = self._evidence_with(residuals, seen)
+        return Basis(batch, loss, seen, repeated, evidence=evidence)
 
     def _rate(self, scale: float) -> float:
         """Return the learning rate of a step."""
@@ -481,11 +497,9 @@ class KfacOptimizer(Optimizer):
         with clock("statistics"):
             return repeated.following(0 if update.suits(batch) else 1)
 
-    def _evidence_with(self, residuals: Residuals | None, seen: SeenExamples) -> Evidence:
-        """Return the evidence of all steps and of a batch; none unless weights shrink by it."""
+    def _evidence_with(self, residuals: Residuals, seen: SeenExamples) -> Evidence:
+        """Return the evidence of all steps and of a batch; it is called if weights shrink by it."""
         evidence, rule = self._basis.evidence, self._shrinkage
-        if residuals is None or not rule.blocks or self._rule is not self._given:
-            return evidence
         evidence = rule.after(evidence, float(residuals.size()), float(residuals.noise()))
         if not rule.is_due(evidence, self.steps, seen):
             return evidence

@@ -112,7 +112,6 @@ def fingerprints(
     inputs. There are none if no input has an axis of examples. If some examples of a part are no
     batch, such as graphs, they have equal fingerprints in equal parts only.
     """
-    counts = [sum(of_rank) for of_rank in zip(*sizes, strict=True)]
     if axes.joint:
         of_rank = (of_part[communicator.rank] for of_part in sizes)
         pairs = zip(batch, of_rank, strict=True)
@@ -122,6 +121,7 @@ def fingerprints(
     shard = parts[0] if len(parts) == 1 else np.concatenate(parts)
     if communicator.size == 1:
         return shard
+    counts = [sum(of_rank) for of_rank in zip(*sizes, strict=True)]
     whole, start = np.zeros(sum(counts)), sum(counts[: communicator.rank])
     whole[start : start + len(shard)] = shard
     communicator.allgather(whole, list(counts))

@@ -183,11 +183,11 @@ def test_batches_are_averaged_with_decaying_weights(mode, decay):
     estimator = estimate("multi_bernoulli", mode, decay=decay)
     var, total = None, 0.0
     targets = (batch(9, n=K * N)[:, 0] > 0).reshape(N, K).astype(float)
-    for seed in range(3):
-        trace = run(batch(seed))
-        estimator.update_covariances(trace, draws={"loss": targets})
+    for seed, n in enumerate([N, N, 3, N]):  # sizes of a batch with other shapes are its own
+        trace = run(batch(seed, n))
+        estimator.update_covariances(trace, draws={"loss": targets[:n]})
         z = trace.values["z"]
-        drawn = [1 / (1 + np.exp(-z)) - targets]
+        drawn = [1 / (1 + np.exp(-z)) - targets[:n]]
         sources = drawn if mode == "gradients" else exact_cotangents(z, "multi_bernoulli")
         moments = [M for side in outer_sides(trace, sources) for M in side]
         var = moments if var is None else [decay * v + M for v, M in zip(var, moments, strict=True)]
