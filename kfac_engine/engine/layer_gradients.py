@@ -99,6 +99,21 @@ class WholeGradients:
         product: Float = flat.reshape(-1, m, k)
         return product
 
+    def image(self, V: Float) -> Float:
+        """Return the inner products ``(m, k)`` with one vector ``(g · d_in · d_out,)``."""
+        m, k = self.values.shape[:2]
+        product: Float = (self.values.reshape(m * k, -1) @ V).reshape(m, k)
+        return product
+
+    def combine(self, u: Float) -> Float:
+        """Return the sum of all gradients times ``u``, ``(m, k)``, as one vector."""
+        total: Float = u.reshape(-1) @ self.values.reshape(u.size, -1)
+        return total
+
+    def of(self, examples: NDArray[np.intp]) -> "WholeGradients":
+        """Return the gradients of some examples, in float64."""
+        return WholeGradients(self.values[examples].astype(np.float64))
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FactoredGradients:
@@ -151,6 +166,25 @@ class FactoredGradients:
         )
         return product
 
+    def image(self, V: Float) -> Float:
+        """Return the inner products ``(m, k)`` with a vector ``(d_in · d_out,)``."""
+        (m, k, t, d_out), d_in = self.outputs.shape, self.inputs.shape[2]
+        images = _times(self.inputs, V.reshape(d_in, d_out)).reshape(m, t * d_out)
+        product: Float = np.einsum("mi,mki->mk", images, self.outputs.reshape(m, k, t * d_out))
+        return product
+
+    def combine(self, u: Float) -> Float:
+        """Return the sum of all gradients times ``u``, ``(m, k)``, as one vector."""
+        (m, k, t, d_out), d_in = self.outputs.shape, self.inputs.shape[2]
+        outputs = np.einsum("mk,mki->mi", u, self.outputs.reshape(m, k, t * d_out))
+        total: Float = self.inputs.reshape(m * t, d_in).T @ outputs.reshape(m * t, d_out)
+        return total.reshape(-1)
+
+    def of(self, examples: NDArray[np.intp]) -> "FactoredGradients":
+        """Return the gradients of some examples, in float64."""
+        arrays = (array[examples].astype(np.float64) for array in self.arrays)
+        return FactoredGradients(*arrays)
+
 
 def _times(rows: Float, matrix: Float) -> Float:
     """Return rows ``(…, d)`` times a matrix, in one product instead of one for each example."""
@@ -174,6 +208,9 @@ class LayerReader:
     tiles: Callable[[int], Iterator[Gradients]]
     numbers: int  # number of floating-point numbers that an example takes in the form of ``tiles``
     entries: int  # number of floating-point numbers that an example takes as whole matrices
+    # Number of floating-point numbers that an example takes in a tile; None if a tile needs a
+    # backward pass for each of its examples.
+    read: int | None = None
     is_zero: bool = False  # whether the losses do not depend on the layer
 
     def step(self, scratch_bytes: int, *, whole: bool) -> int:
@@ -197,6 +234,7 @@ def read_layers(
     *,
     examples: int | None = None,
     chosen: NDArray[np.intp] | None = None,
+    wide: bool = True,
 ) -> list[LayerReader]:
     """Return readers of the gradients of ``Σ ⟨cotangent, value⟩``, one for each layer of the model.
 
@@ -204,7 +242,8 @@ def read_layers(
     of a reader raise a ``NonFiniteError`` for an example whose gradient holds NaN or infinity.
 
     ``examples`` is the number of examples of these losses, if others have other numbers. The tiles
-    have the examples ``chosen`` only, if they are given.
+    have the examples ``chosen`` only, if they are given. They are in float64 if ``wide``, else in
+    the types of the trace.
     """
     layers = assembly.discovery.layers
     every = (name for layer in layers for name in (*uses(layer.outputs), *layer.parameters))
@@ -214,7 +253,7 @@ def read_layers(
         examples = assembly.task.objective.examples(trace)
     readings = [
         block_of(assembly, layer).read_examples(
-            _Readings(assembly, layer, trace, examples, chosen, reached)
+            _Readings(assembly, layer, trace, examples, chosen, reached, wide)
         )
         for layer in layers
     ]
@@ -245,6 +284,7 @@ class _Readings:
     examples: int  # number of examples
     chosen: NDArray[np.intp] | None  # numbers of the examples that are read; None for all
     reached: frozenset[str]  # outputs of layers on which the losses depend
+    wide: bool  # whether gradients are read in float64
 
     def rows(self, form: LayerForm) -> _Reading:
         """Read rows, if the first axes of the tensors are the examples of one matrix."""
@@ -268,7 +308,8 @@ class _Readings:
                 for start in range(0, len(tensors[0][0]), step):
                     yield self._rows(form, *tensors, slice(start, start + step))
 
-            return LayerReader(tiles, rows if positions == 1 else max(rows, entries), entries)
+            numbers = rows if positions == 1 else max(rows, entries)
+            return LayerReader(tiles, numbers, entries, rows)
 
         return outputs, reader
 
@@ -285,7 +326,7 @@ class _Readings:
                 for start in range(0, len(values), step):
                     yield WholeGradients(values[start : start + step])
 
-            return LayerReader(tiles, values[0].size, values[0].size)
+            return LayerReader(tiles, values[0].size, values[0].size, values[0].size)
 
         return outputs, reader
 
@@ -329,7 +370,8 @@ class _Readings:
 
     def _read(self, array: Array) -> Float:
         backend = self.assembly.collection.backend
-        return np.asarray(backend.to_numpy(backend.asarray(array)), np.float64)
+        dtype = np.float64 if self.wide else None
+        return np.asarray(backend.to_numpy(backend.asarray(array)), dtype)
 
     def _rows(
         self,
@@ -342,7 +384,7 @@ class _Readings:
         backend = self.assembly.collection.backend
         a = [self._read(form.input_view.rows(x[tile], backend)) for x in inputs]
         if form.packing.has_bias:
-            a = [np.concatenate([x, np.ones((*x.shape[:-1], 1))], axis=-1) for x in a]
+            a = [np.concatenate([x, np.ones((*x.shape[:-1], 1), x.dtype)], axis=-1) for x in a]
         ds = [
             np.stack([self._read(form.output_view.rows(g[tile], backend)) for g in use], axis=1)
             for use in outputs

@@ -2,9 +2,10 @@
 
 With J the Jacobian matrix of the values that a loss reads, ``B Bᵀ`` their Fisher matrix and w the
 weights of loss, reduction and predictions, ``R = √w Bᵀ J``. The residuals ρ solve ``Rᵀρ = g`` for
-the gradient g of the loss. Products with R and Rᵀ take one pass each, without the rows. The rows
-themselves are read from some examples (``Rows``): m of them, scaled, have nearly the same large
-eigenvalues, and with fewer rows than parameters
+the gradient g of the loss. Products with R and Rᵀ take one pass each, or matrix products with the
+inputs and output gradients of the layers (``FactoredRows``). The rows themselves are read from some
+examples (``Rows``): m of them, scaled, have nearly the same large eigenvalues, and with fewer rows
+than parameters
 
     (RᵀR + λI)⁻¹ v = (v − Rᵀ (R Rᵀ + λI)⁻¹ R v) / λ
 """
@@ -25,6 +26,7 @@ from kfac_engine.engine.batch_parts import TracedParts
 from kfac_engine.engine.batch_shards import BatchShards
 from kfac_engine.engine.build import Assembly
 from kfac_engine.engine.curvature_products import CurvatureProducts
+from kfac_engine.engine.factored_rows import FactoredRows, LossRows, rows_of_loss
 from kfac_engine.engine.layer_gradients import LayerReader, block_of, packed, read_layers
 from kfac_engine.engine.model_arrays import ModelArrays
 from kfac_engine.engine.validation import check_finite
@@ -37,6 +39,8 @@ from kfac_engine.system.memory_limits import require_memory
 # Rows that are read of a larger batch.
 MOST_ROWS = 256
 _BYTES = 8
+# Most numbers of the factors of all rows, relative to the numbers of the rows that are read.
+_FACTORS = 4
 # Largest difference of products that two ways compute, in float32 and in float64.
 _ROUNDING = {"f": 1e-3, "d": 1e-7}
 
@@ -103,6 +107,8 @@ class SampleSpace(CurvatureProducts):
     Attributes:
         rows: Number of rows of all processes.
         most_of_example: Largest number of rows of an example for one loss.
+        factored: All rows, once ``sampled`` has read some of them; None where products with R take
+            passes.
 
     Raises:
         UnsupportedError: A loss has no factor of its Fisher matrix, its values do not have the
@@ -122,6 +128,7 @@ class SampleSpace(CurvatureProducts):
         self._shapes: list[list[tuple[int, ...]]] = []
         traced.each(lambda trace: self._shapes.append(self._inner_shapes(trace)))
         sizes = [sum(map(prod, shapes)) for shapes in self._shapes]
+        self.factored: FactoredRows | None = None
         self._starts = [0, *accumulate(sizes)]
         counts = [shape[0] for shapes in self._shapes for shape in shapes]
         of_ranks = shards.agreement.of_all(*counts).astype(int)
@@ -251,23 +258,20 @@ class SampleSpace(CurvatureProducts):
         places = iter(zip(self._starts, self._shapes, self._counts, strict=False))
         blocks, numbers, scales = list[Any](), list[Any](), list[Any]()
         read = np.zeros(self._counts.shape[2], int)  # rows of each process
+        losses: list[LossRows | None] = []
 
         def add(trace: Trace) -> None:
             start, shapes, counts = next(places)
             for number, (shape, of_ranks) in enumerate(zip(shapes, counts, strict=True)):
-                count, each = of_ranks.sum(), prod(shape[1:])
-                chosen = np.arange(count)
-                if self.rows > most:
-                    share = min(count, ceil(most * count / self.rows))
-                    chosen = np.sort(rng.permutation(count)[:share])
-                scale, edges = sqrt(count / len(chosen)), np.cumsum([0, *of_ranks])
+                each, (chosen, scale) = prod(shape[1:]), self._drawn(rng, of_ranks.sum(), most)
+                edges = np.cumsum([0, *of_ranks])
                 ends = np.searchsorted(chosen, edges)
                 read[...] += each * np.diff(ends)
                 local = chosen[ends[rank] : ends[rank + 1]] - edges[rank]
+                every = self._factors(trace, number, shape, losses) if self.rows > most else None
+                losses.append(every)
                 if local.size:
-                    readers = self._readers(trace, number, shape, local)
-                    block = [_rows(reader, len(local), each) for reader in readers]
-                    blocks.append(scale * np.concatenate(block, 1))
+                    blocks.append(scale * self._matrix(trace, number, shape, local, every))
                 rows = start + local[:, None] * each + np.arange(each)
                 numbers.append(rows.reshape(-1))
                 scales.append(np.full(rows.size, scale))
@@ -280,10 +284,22 @@ class SampleSpace(CurvatureProducts):
             size = sum(value.size for value in self._model.parameters.values())
             first = int(read[:rank].sum())
             of_rank = slice(first, first + int(read[rank]))
+            known = tuple(every for every in losses if every is not None)
+            self.factored = FactoredRows(known, columns, size) if None not in losses else None
             return Rows(
                 matrix, columns, size, of_rank, np.concatenate(numbers),
                 np.concatenate(scales), self._sum,
             )  # fmt: skip
+
+    def _drawn(
+        self, rng: np.random.Generator, count: int, most: int
+    ) -> tuple[NDArray[np.intp], float]:
+        """Return the numbers of a loss's examples that are read, and the factor of their rows."""
+        chosen = np.arange(count)
+        if self.rows > most:
+            share = min(count, ceil(most * count / self.rows))
+            chosen = np.sort(rng.permutation(count)[:share])
+        return chosen, sqrt(count / len(chosen))
 
     def check(self, rows: Rows) -> None:
         """Refuse a model whose rows, read layer by layer, are not those of its products.
@@ -344,7 +360,13 @@ class SampleSpace(CurvatureProducts):
             yield array_module(like).asarray(u[start:stop].reshape(shape), dtype=like.dtype)
 
     def _readers(
-        self, trace: Trace, number: int, shape: tuple[int, ...], chosen: NDArray[np.intp]
+        self,
+        trace: Trace,
+        number: int,
+        shape: tuple[int, ...],
+        chosen: NDArray[np.intp] | None,
+        *,
+        wide: bool = True,
     ) -> list[LayerReader]:
         """Return readers of the rows of a loss, with a source for each entry of its inner shape."""
         term = self._objective.terms[number]
@@ -357,7 +379,44 @@ class SampleSpace(CurvatureProducts):
                 for index in product(*map(range, shape[1:]))
             )
         ]
-        return read_layers(self._assembly, trace, sources, examples=shape[0], chosen=chosen)
+        return read_layers(
+            self._assembly, trace, sources, examples=shape[0], chosen=chosen, wide=wide
+        )
+
+    def _factors(
+        self,
+        trace: Trace,
+        number: int,
+        shape: tuple[int, ...],
+        before: Sequence[LossRows | None],
+    ) -> LossRows | None:
+        """Return all rows of a loss as factors; None where products take passes.
+
+        ``before`` has those of the losses before. Products take passes on a device, with several
+        processes, and where factors are no smaller than rows.
+        """
+        values = self._model.parameters.values()
+        on_host = all(isinstance(value, np.ndarray) for value in values)
+        if None in before or not (on_host and self._shards.alone):
+            return None
+        most = _FACTORS * MOST_ROWS * sum(value.size for value in values)
+        most -= sum(rows.size for rows in before if rows is not None)
+        readers = self._readers(trace, number, shape, None, wide=False)
+        return rows_of_loss(readers, shape[0], prod(shape[1:]), most)
+
+    def _matrix(
+        self,
+        trace: Trace,
+        number: int,
+        shape: tuple[int, ...],
+        chosen: NDArray[np.intp],
+        every: LossRows | None,
+    ) -> NDArray[np.float64]:
+        """Return the rows of some examples of a loss, from the factors of all if they are known."""
+        if every is not None:
+            return every.matrix(chosen)
+        readers = self._readers(trace, number, shape, chosen)
+        return np.concatenate([_rows(r, len(chosen), prod(shape[1:])) for r in readers], 1)
 
     def _by_columns(
         self, blocks: list[NDArray[np.float64]], read: NDArray[np.int64]
@@ -412,7 +471,7 @@ class SampleSpace(CurvatureProducts):
 def bytes_of(rows: int, parameters: int) -> int:
     """Return a bound of the memory of a sample of rows and of what solves with them."""
     read = min(rows, MOST_ROWS)
-    return _BYTES * (2 * read * parameters + 3 * read * read + 8 * (parameters + rows))
+    return _BYTES * ((2 + _FACTORS) * read * parameters + 3 * read * read + 8 * (parameters + rows))
 
 
 def _rows(reader: LayerReader, examples: int, sources: int) -> NDArray[np.float64]:

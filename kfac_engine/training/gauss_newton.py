@@ -263,11 +263,18 @@ class _Equations:
     def _image(self, flat: NDArray[np.float64]) -> NDArray[np.float64]:
         """Return ``R v``."""
         rows, space = self._rows, self._space
-        return rows.image(flat)[rows.of_rank] if self._whole else space.image(space.named(flat))
+        if self._whole:
+            return rows.image(flat)[rows.of_rank]
+        if space.factored is not None:
+            return space.factored.image(flat)
+        return space.image(space.named(flat))
 
     def _combine(self, u: NDArray[np.float64]) -> NDArray[np.float64]:
         """Return ``Rᵀ u``."""
-        return self._space.flat(self._space.combine(u, tuple(self._step.parameters)))
+        space = self._space
+        if space.factored is not None:
+            return space.factored.combine(u)
+        return space.flat(space.combine(u, tuple(self._step.parameters)))
 
 
 class GaussNewton(Optimizer):
@@ -280,10 +287,10 @@ class GaussNewton(Optimizer):
 
     where φ on the right is the previous update. For ``μ = 0`` this is the damped Gauss–Newton step
     ``(F + λ)⁻¹ g``. At most 256 rows are solved by one Cholesky decomposition of ``R Rᵀ + λI``. For
-    more rows, conjugate gradients solve to about two percent of the decrease, with two to four
+    more rows, conjugate gradients solve to about two percent of the decrease, with three to ten
     products with R in most steps: they are preconditioned by the matrix of 256 rows, which has
     nearly the same large eigenvalues. A step takes the time of 32,000 · parameters
-    multiplications and of some passes over the batch, and the memory of ``512 · parameters``
+    multiplications and of some passes over the batch, and the memory of ``1536 · parameters``
     numbers in float64, which ``memory`` announces and each step checks.
 
     λ follows the reduction ratio. A step that would raise the loss of the batch is tried again

@@ -179,6 +179,29 @@ def test_rows_of_a_sample_are_rows_of_all_with_their_share(outputs):
     assert (rows.scales**2).sum() == pytest.approx(space.rows)
 
 
+# Models with a layer whose gradients take a pass for each example.
+PASSES = {"without_layer", "embedding", "grouped", "stacked"}
+
+
+@pytest.mark.parametrize("loss", ["normal", "categorical"])
+@pytest.mark.parametrize("name", MODELS)
+def test_products_by_layer_are_those_of_passes(name, loss):
+    model = MODELS[name]()
+    batch = [(models.random_inputs(model, 9), None), (models.random_inputs(model, 6, 1), None)]
+    engine = ke.Engine.from_onnx(model, loss=loss, threads=1)
+    space = engine.passes.sample_space(batch)
+    rows = space.sampled(0, 4)
+    assert (space.factored is None) == (name in PASSES)
+    if space.factored is not None:
+        rng = np.random.default_rng(5)
+        v, u = rng.standard_normal(rows.size), rng.standard_normal(space.rows)
+        close = 10 * CLOSE[next(iter(engine.parameters.values())).dtype.name]
+        image, combined = space.image(space.named(v)), space.combine(u, [*engine.parameters])
+        np.testing.assert_allclose(space.factored.image(v), image, atol=close)
+        np.testing.assert_allclose(space.factored.combine(u), space.flat(combined), atol=close)
+        np.testing.assert_allclose(rows.image(v), rows.scales * image[rows.numbers], atol=close)
+
+
 def test_steps_with_a_sample_of_rows_reach_the_step_with_all(tmp_path):
     x, y = wave(700)
     optimizer = optimizer_of(network([1, 12, 12, 1]), damping=1e-3, momentum=0.5)
