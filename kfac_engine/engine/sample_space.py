@@ -41,6 +41,9 @@ MOST_ROWS = 256
 _BYTES = 8
 # Most numbers of the factors of all rows, relative to the numbers of the rows that are read.
 _FACTORS = 4
+# Most rows of an example for products with factors: they read output gradients for each of these
+# rows, where a pass takes the same time for any number.
+_MOST_FACTORED = 2
 # Largest difference of products that two ways compute, in float32 and in float64.
 _ROUNDING = {"f": 1e-3, "d": 1e-7}
 
@@ -393,11 +396,12 @@ class SampleSpace(CurvatureProducts):
         """Return all rows of a loss as factors; None where products take passes.
 
         ``before`` has those of the losses before. Products take passes on a device, with several
-        processes, and where factors are no smaller than rows.
+        processes, for more than two rows of an example, and where factors are many numbers.
         """
         values = self._model.parameters.values()
         on_host = all(isinstance(value, np.ndarray) for value in values)
-        if None in before or not (on_host and self._shards.alone):
+        few = self.most_of_example <= _MOST_FACTORED
+        if None in before or not (few and on_host and self._shards.alone):
             return None
         most = _FACTORS * MOST_ROWS * sum(value.size for value in values)
         most -= sum(rows.size for rows in before if rows is not None)

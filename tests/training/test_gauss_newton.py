@@ -7,6 +7,7 @@ import onnx
 import pytest
 
 import kfac_engine as ke
+from kfac_engine.engine import sample_space
 from kfac_engine.system import memory_limits
 from tests import models, oracle
 from tests.analysis.fisher_matrix import test_example_gradients as readings
@@ -185,7 +186,8 @@ PASSES = {"without_layer", "embedding", "grouped", "stacked"}
 
 @pytest.mark.parametrize("loss", ["normal", "categorical"])
 @pytest.mark.parametrize("name", MODELS)
-def test_products_by_layer_are_those_of_passes(name, loss):
+def test_products_by_layer_are_those_of_passes(name, loss, monkeypatch):
+    monkeypatch.setattr(sample_space, "_MOST_FACTORED", 1000)
     model = MODELS[name]()
     batch = [(models.random_inputs(model, 9), None), (models.random_inputs(model, 6, 1), None)]
     engine = ke.Engine.from_onnx(model, loss=loss, threads=1)
