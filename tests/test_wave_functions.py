@@ -68,6 +68,22 @@ def test_output_with_a_bias_centres_the_fisher_matrix(wave):
     assert slopes.mean(axis=0) @ found == pytest.approx(0, abs=1e-6)
 
 
+@pytest.mark.parametrize("damping", [1e-2, 1e-8])
+def test_a_gauss_newton_step_is_centred(wave, damping):
+    model, x, energies, slopes, places = wave
+    engine = engine_of(model)
+    names, before = list(places), {n: v.copy() for n, v in engine.parameters.items()}
+    optimizer = ke.GaussNewton(engine, 0.1, damping, momentum=0.0, adapt_damping=False)
+    optimizer.step(x, targets_of(engine, x, energies))
+    found = flat(before, names) - flat(engine.parameters, names)
+    weights, mean = slopes[:, :-1], slopes[:, :-1].mean(axis=0)
+    gradient = 2 * np.cov(weights.T, energies[:, 0], bias=True)[:-1, -1]
+    # The damping of the bias, whose curvature is 1, leaves a small part of the mean.
+    fisher = np.cov(weights.T, bias=True) + damping / (1 + damping) * np.outer(mean, mean)
+    expected = 0.1 * np.linalg.solve(fisher + damping * np.eye(len(gradient)), gradient)
+    np.testing.assert_allclose(found[:-1], expected, rtol=EXACT, atol=EXACT)
+
+
 def test_block_of_the_last_layer_is_centred(wave):
     model, x, energies, slopes, places = wave
     engine = engine_of(model, estimation_mode="exact", damping=1e-22)  # 1e-11 in each factor

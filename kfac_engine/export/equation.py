@@ -8,6 +8,7 @@ the network, so that an engine finds the layers of the network, used several tim
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from inspect import signature
 from math import prod
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -265,12 +266,13 @@ class _Residual:
         """Record a residual, and write the derivatives that it reads."""
         name, tape = network.copy.set, network.tape
         fields = [Field(network, output) for output in network.outputs]
+        _check_arguments(network, residual)
         try:
             result = residual(*fields)
         except UnsupportedError as error:
             raise UnsupportedError(
-                f"{network.what} cannot be written to a file: {error} Write it with NumPy's "
-                f"functions of arrays, without branches on their entries."
+                f"{network.what}: {error} Write it with NumPy's functions of arrays, without "
+                f"branches on their entries."
             ) from error
         _check_result(network, result)
         nodes = needed(tape.graph.nodes, [result.name])
@@ -285,6 +287,18 @@ class _Residual:
         shape = (f"{name} points", *result.shape[1:])
         entry = Output(Input(name, result.dtype, shape), network.copy.names[network.outputs[0]])
         return cls((*nodes, last), tape.graph.constants, entry, bent)
+
+
+def _check_arguments(network: _Network, residual: Residual) -> None:
+    try:
+        signature(residual).bind(*network.outputs)
+    except TypeError as error:
+        raise InputError(
+            f"{network.what} is called with an argument for each output of the network, "
+            f"{', '.join(network.outputs)}, but does not take them: {error}."
+        ) from None
+    except ValueError:  # a function of a compiled module may have no signature
+        return
 
 
 def _check_result(network: _Network, result: object) -> None:

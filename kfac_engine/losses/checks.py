@@ -77,14 +77,15 @@ def require_predictions(name: str, array: Array, min_rank: int, class_axis: int)
             f"'{name}' has element type {array.dtype}, but a loss needs floating-point numbers; "
             f"choose the output before the conversion."
         )
-    require_finite(f"'{name}', an input of the loss,", array)
+    what = f"'{name}', an input of the loss,"
+    require_finite(what, array, "the weights and inputs of the model")
 
 
-def require_finite(what: str, array: Array, name: str = "") -> None:
+def require_finite(what: str, array: Array, causes: str, name: str = "") -> None:
     """Check that every entry of an array is finite.
 
-    ``what`` is the subject of the message, which names the first other index; ``name`` is the array
-    in the ``place`` of the error.
+    The message names ``what`` the array is, the first other index, and the ``causes`` to check;
+    ``name`` is the array in the ``place`` of the error.
     """
     if isinstance(array, np.ndarray) and all_finite(array):
         return
@@ -92,7 +93,7 @@ def require_finite(what: str, array: Array, name: str = "") -> None:
     if bad.any():
         where = first_index(bad)
         raise NonFiniteError(
-            f"{what} holds {array[where]} at {where}; check the weights and inputs of the model."
+            f"{what} must be finite, got {array[where]} at {where}; check {causes}."
         ).at(name, where)
 
 
@@ -110,7 +111,7 @@ def check_matching_targets(name: str, array: Array, targets: Array) -> None:
     require_shape("targets", targets.shape, array.shape, f"the shape of '{name}'")
     if targets.dtype.kind not in "biuf":
         raise InputError(f"targets of '{name}' must be real numbers, got {targets.dtype}.")
-    require_finite(f"the targets of '{name}'", targets, "targets")
+    require_finite(f"the targets of '{name}'", targets, "the data", "targets")
 
 
 def first_index(mask: Array) -> tuple[int, ...]:

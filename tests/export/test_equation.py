@@ -354,7 +354,8 @@ WHOLE = model("int64[n,2] x", "float[n,1] u", ["c = Cast<to = 1>(x)  u = MatMul(
         (lambda u: u.value.T, ke.ShapeError, re.escape("shape (1, n)")),
         (lambda u: u.x, ke.InputError, "does not depend on the network"),
         (lambda u: u.value if u.value > 0 else u.d(0), ke.UnsupportedError, "without branches"),
-        (lambda u: np.bincount(u.value), ke.UnsupportedError, "'inside' cannot be written"),
+        (lambda u: np.bincount(u.value), ke.UnsupportedError, "'inside': .*bincount"),
+        (lambda u, v: u.value, ke.InputError, "output of the network, u, but .* argument: 'v'"),
         ("u.value", ke.InputError, "not a function"),
     ],
 )

@@ -313,7 +313,7 @@ def test_invalid_inputs_raise_error_before_sampling(loss, values, error, message
 TARGETS_OF_REALS = [
     (np.zeros((2, 4)), ShapeError, r"\(2, 4\), expected \(2, 3\)"),
     (np.zeros(2), ShapeError, r"\(2,\), expected \(2, 3\)"),
-    (with_entry(np.nan), NonFiniteError, r"targets.*nan at \(1, 2\)"),
+    (with_entry(np.nan), NonFiniteError, r"targets.*nan at \(1, 2\); check the data"),
     (Z.astype(complex), InputError, "complex"),
     (Z.astype(str), InputError, "real numbers"),
 ]
