@@ -52,7 +52,7 @@ for name, array in arrays.items():
 
 loss = {"log_psi": ke.Normal(var=1)}
 engine = ke.Engine.from_onnx(model, loss=loss)
-optimizer = ke.KfacOptimizer(engine)
+optimizer = ke.GaussNewton(engine, learning_rate=0.1)
 local = ke.Engine.from_onnx(ke.derivatives(model, "x", jacobian=True, laplacian=True), loss=loss)
 
 

@@ -44,10 +44,10 @@ def test_energy_of_particles_in_a_trap_is_the_known_one(monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["trap.py"])
     run = runpy.run_path(str(EXAMPLES / "trap.py"))
     assert run["EXACT"] == pytest.approx(1.5 + 4.5 * 3**0.5)
-    # No wave function has a lower energy; 120 steps leave some thousandths of the energy.
+    # No wave function has a lower energy; 120 steps leave less than a thousandth of the energy.
     assert run["energy"] > run["EXACT"] - 5 * run["error"]
-    assert run["energy"] < run["EXACT"] + 0.03
-    assert 2e-4 < run["error"] < 1e-2
+    assert run["energy"] < run["EXACT"] + 0.005
+    assert 1e-5 < run["error"] < 2e-3
     assert f"exact {run['EXACT']:.4f}" in capsys.readouterr().out
 
 
