@@ -28,6 +28,7 @@ from kfac_engine.training.feature_bounds import (
     Shortened,
     feature_bounds,
 )
+from kfac_engine.training.gradient_weight import GradientWeight
 from kfac_engine.training.kfac_updates import Move, StepInputs, natural_gradients, quadratic_change
 from kfac_engine.training.optimizer import Rate, SlotArrays, evaluated_rate
 from kfac_engine.training.rules import (
@@ -121,12 +122,14 @@ class Turn(NamedTuple):
     part: Any  # part of the last updates that the step takes back
     back: Any  # whether the step goes back: False, True or recorded
     onward: Any  # the contrary
+    weight: Any  # what multiplies the gradient; 0 in a step back
+    squares: Products  # squares of the gradient that is multiplied
 
 
 class Descent(NamedTuple):
     """The averages and directions of a step, for which a search finds lengths."""
 
-    gradients: dict[str, Array]  # by unit; zeros in a step back
+    gradients: dict[str, Array]  # by unit, times their weight
     means: Vector  # averages of the gradients, by unit
     # Gradients and averages of groups of several parameters.
     grouped: Mapping[tuple[str, ...], tuple[Array, Array]]
@@ -192,6 +195,7 @@ class AdaptiveLengthUpdate:
     step sizes α of the last step, the step takes the part ``R / (F + R)`` of the last updates back,
     to the minimum of the parabola with these slopes. log k of each matrix falls by 1. The gradient,
     which is large far from the minimum, counts as zero in the averages.
+    A gradient that is unusually long counts less: see ``GradientWeight``.
 
     Predictions of means have the unit of their targets. If the outputs of a layer are such
     predictions, the length of its matrix is multiplied by ``u / max(1, v)``, and the rate of its
@@ -235,6 +239,7 @@ class AdaptiveLengthUpdate:
     features: FeatureBounds = field(default_factory=FeatureBounds)
     # Chooses the decay of the averages for matrices; None for ``momentum``.
     span: AverageSpan | None = None
+    weight: GradientWeight = field(default_factory=GradientWeight)
 
     def new_slots(self, parameters: Vector) -> SlotArrays:
         """Return the state before the first step.
@@ -243,7 +248,7 @@ class AdaptiveLengthUpdate:
             Averaged gradients by parameter. By unit: squared gradients where Adam updates; for each
             weight the last direction p, and of each of its matrices ``⟨g', p⟩``, ``log k`` and the
             step size: the update is its product with p. The powers of the features of each input.
-            The state of the span of the averages.
+            The state of the span of the averages, and of the weight of gradients.
         """
         units, weights = self.units.split(parameters), self.units.weights
         means, by_adam = self.together.means, self.together.by_adam
@@ -255,6 +260,7 @@ class AdaptiveLengthUpdate:
             "natural_gradient": Zeros({name: units[name] for name in weights}),
             **{slot: Zeros(numbers) for slot in ("slope", "log_length", "step_size")},
             POWERS: Zeros(self.features.new_slots(units)),
+            **self.weight.new_slots(numbers),
             **(self.span.new_slots(numbers) if self.span else {}),
         }
 
@@ -262,11 +268,10 @@ class AdaptiveLengthUpdate:
         """Compute the new parameters of a step, and write the new state."""
         step.new_slots["natural_gradient"].clear()  # new arrays take the place of the last but one
         turn = self._turn(step)
-        if turn.back is not False:
-            step = _without_gradients(step, turn.back)
-        descent = self._descend(step, turn)
-        sizes = self._search(step, turn, descent)
-        values = self._moved(step, descent, sizes)
+        weighted = _weighted(step, turn.weight)
+        descent = self._descend(weighted, turn)
+        sizes = self._search(weighted, turn, descent)
+        values = self._moved(weighted, descent, sizes)
         predicts = step.predicts and not turn.back
         return Move(
             values,
@@ -276,13 +281,18 @@ class AdaptiveLengthUpdate:
 
     def _turn(self, step: StepInputs) -> Turn:
         """Return what the gradient tells about the last updates."""
-        last_directions = step.slots["natural_gradient"]
-        (last,) = self._products(step, (self.units.split(step.gradients), last_directions))
+        directions, gradients = step.slots["natural_gradient"], self.units.split(step.gradients)
+        of_weights = {name: gradients[name] for name in directions}
+        last, squares = self._products(step, (of_weights, directions), (of_weights, of_weights))
         part = self._part_back(step, last)
-        if is_recorded(part):
-            back: Any = part > 0
-            return Turn(last, part, back, np.logical_not(back))
-        return Turn(last, part, bool(part), not part)
+        back: Any = part > 0 if is_recorded(part) else bool(part)
+        onward = np.logical_not(back) if is_recorded(back) else not back
+        weight = self.weight.of_step(step.slots, step.new_slots, squares, step.step, back)
+        last, squares = (
+            {names: factor * numbers for names, numbers in products.items()}
+            for factor, products in ((weight, last), (weight**2, squares))
+        )
+        return Turn(last, part, back, onward, weight, squares)
 
     def _descend(self, step: StepInputs, turn: Turn) -> Descent:
         """Average the gradients, and return the directions of the weights."""
@@ -305,7 +315,7 @@ class AdaptiveLengthUpdate:
 
     def _search(self, step: StepInputs, turn: Turn, descent: Descent) -> Vector:
         """Write slopes and lengths; return by how much each weight moves along its direction."""
-        products = self._measured(step, descent, turn.onward)
+        products = self._measured(step, turn, descent)
         self._write_step_sizes(step, products, turn, descent.due)
         sizes: Vector = step.new_slots["step_size"]
         if turn.back is False:
@@ -354,20 +364,20 @@ class AdaptiveLengthUpdate:
         many = self.engine.collection.backend.many
         return many if many is not None and all(map(on_device, arrays)) else None
 
-    def _measured(self, step: StepInputs, descent: Descent, onward: Any) -> list[Products]:
+    def _measured(self, step: StepInputs, turn: Turn, descent: Descent) -> list[Products]:
         """Write the span; return ``⟨g, p⟩`` and ``|p|²`` of directions: see ``Shortened``.
 
         The squares of matrices with too large singular values are larger: see ``_least_squares``.
         """
         gradients, natural = descent.gradients, descent.natural
         pairs = [(gradients, natural), (natural, descent.active)]
-        due = self.span is not None and self.span.is_due(step.step, onward)
+        due = self.span is not None and self.span.is_due(step.step, turn.onward)
         if due is not False:
-            vectors = [{n: vector[n] for n in natural} for vector in (gradients, descent.means)]
-            pairs += [(vector, vector) for vector in vectors]
-        slopes, squares, *of_span = self._products(step, *pairs)
+            means = {name: descent.means[name] for name in natural}
+            pairs.append((means, means))
+        slopes, squares, *of_means = self._products(step, *pairs)
         if self.span is not None:
-            self.span.write(step.slots, step.new_slots, of_span, due)
+            self.span.write(step.slots, step.new_slots, [turn.squares, *of_means], due)
         bounded = dict(squares)
         least = self._least_squares(natural, step)
         for names in squares if least else ():
@@ -644,13 +654,15 @@ class AdaptiveLengthUpdate:
         combine_all(moves, self._many([*natural.values()]) if moves else None)
 
 
-def _without_gradients(step: StepInputs, goes_back: Any) -> StepInputs:
-    """Return a step back, whose gradients are zero; ``goes_back`` is true or recorded."""
-    if is_recorded(goes_back):
-        onward = np.where(goes_back, 0.0, 1.0).astype(np.float32)
-        return step._replace(gradients={n: g * onward for n, g in step.gradients.items()})
-    for gradient in step.gradients.values():
-        gradient.fill(0)
+def _weighted(step: StepInputs, weight: Any) -> StepInputs:
+    """Return a step whose gradients are multiplied by a weight, in place where they may be."""
+    recorded = is_recorded(weight)
+    if recorded or step.predicts:
+        number = weight.astype(np.float32) if recorded else weight
+        return step._replace(gradients={n: g * number for n, g in step.gradients.items()})
+    if weight != 1:
+        for gradient in step.gradients.values():
+            gradient *= weight
     return step
 
 

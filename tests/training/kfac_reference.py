@@ -83,6 +83,7 @@ class Reference:
     rows_of_small: int = 512
     narrow: int = 512  # sides of factors whose matrices have a new direction in each step
     cancelled: float = 0.35  # part of independent squares below which averages span more steps
+    longest: float = 2.0  # multiple of the usual length that a gradient has in averages
     theta: dict = field(default_factory=net.weights)
     t: int = 0
     log: list = field(default_factory=list)
@@ -98,7 +99,7 @@ class Reference:
             self.decay = 0.05 if self.rate is None and not self.quadratic else 0.0
         self.mu = self.momentum  # of the matrices
         self.powers = {"w1": np.zeros(2), "w2": np.zeros(2)}
-        self.natural = None
+        self.natural, self.usual, self.weights = None, None, []
         self.multiples = {"w1": 1.0, "w2": 1.0}
         self.uphill = []
         self.sums = {layer: [0.0, 0.0] for layer in LAYERS}
@@ -291,7 +292,20 @@ class Reference:
         span = np.exp(0.2 * np.clip(10 * (self.cancelled - rho), -1, 1)) / (1 - self.mu)
         self.mu = 1 - 1 / np.clip(span, 1 / (1 - self.momentum), 20)
 
+    def weigh(self, g):
+        """The gradient, not longer than twice the usual length, averaged over the matrices."""
+        squares = np.array([(array**2).sum() for array in g.values() if array.ndim == 2])
+        if self.usual is None:
+            self.usual = squares
+        ratio = np.exp(0.5 * np.mean(np.log(squares / self.usual)))
+        weight = min(1, self.longest / ratio)
+        decay = min(0.9, self.t / (self.t + 1))
+        self.usual = decay * self.usual + (1 - decay) * weight**2 * squares
+        self.weights.append(weight)
+        return {n: weight * array for n, array in g.items()}
+
     def adaptive(self, g, scale):
+        g = self.weigh(g)
         b, decays = self.momentum, {n: self.mu if g[n].ndim == 2 else self.momentum for n in g}
         self.v = {n: b * self.v[n] + (1 - b) * g[n] for n, b in decays.items()}
         self.squares = {n: 0.999 * self.squares[n] + 0.001 * g[n] ** 2 for n in g}
