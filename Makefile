@@ -5,6 +5,7 @@
 #   make test-all SEED=1    all tests, on each kernel of OpenBLAS; tutorials; attacks with damaged files
 #   make test-minimum    the tests with the lowest versions that pyproject.toml allows
 #   make test-gpu    what needs a CUDA device, with its sanitizers where they are installed
+#   make measure-gpu    within fifteen minutes: test a device, tune its kernels, measure them
 #   make fuzz SECONDS=3600 SEED=1    attacks with damaged files; those that failed are kept in .fuzz
 #   make test-web    the package for JavaScript and its page, in Node and Chromium (needs both)
 #   make test-exporters    models written by PyTorch, transformers and scikit-learn (installs them)
@@ -70,10 +71,10 @@ define environment
 endef
 
 .PHONY: help setup format lint types single suite site other-kernel test test-all web docs coverage test-minimum test-exporters \
-	test-gpu test-web test-flower fuzz demo clean
+	test-gpu measure-gpu test-web test-flower fuzz demo clean
 
 help:
-	@sed -n '2,11s/^# *//p' Makefile
+	@sed -n '2,12s/^# *//p' Makefile
 
 setup: $(READY)
 
@@ -179,6 +180,24 @@ test-gpu: $(GPU_READY)
 			$(GPU)/bin/python -m pytest -m gpu -q tests/backend || exit 1; \
 		else echo "$$tool: compute-sanitizer is not installed"; fi; done
 
+# $(call limited,SECONDS,NAME,COMMAND): run a command, keep what it prints, and note whether it failed.
+MEASURED := gpu-measured
+define limited
+	@echo "== $(2)"; timeout --kill-after=10 $(1) bash -o pipefail -c '$(3) 2>&1 | tee $(MEASURED)/$(2).log' \
+		|| echo "$(2)" >> $(MEASURED)/failed
+endef
+SANITIZED := $(GPU)/bin/python -m pytest -m gpu -q tests/backend/test_primitives_parity.py
+
+# In the order of their value: docs/gpu.md says what each command decides.
+measure-gpu: $(GPU_READY)
+	@mkdir -p $(MEASURED); rm -f $(MEASURED)/failed
+	$(call limited,180,tests,$(GPU)/bin/pytest -q -m gpu tests/backend)
+	$(call limited,240,tune,$(GPU)/bin/kfac-engine bench --suite gpu --tune $(MEASURED)/tuned.json)
+	$(call limited,300,bench,$(GPU)/bin/kfac-engine bench --suite gpu --json $(MEASURED)/gpu.json)
+	$(call limited,90,racecheck,compute-sanitizer --tool racecheck --error-exitcode 1 $(SANITIZED))
+	$(call limited,90,memcheck,compute-sanitizer --tool memcheck --error-exitcode 1 $(SANITIZED))
+	@if [ -e $(MEASURED)/failed ]; then echo "failed:"; cat $(MEASURED)/failed; exit 1; fi
+
 # What the demo needs, and no compilers or test tools.
 $(DEMO_READY): pyproject.toml
 	$(call environment,$(DEMO),--editable '.[plot]')
@@ -203,4 +222,4 @@ demo: $(DEMO_READY)
 	$(DEMO)/bin/python -m kfac_engine demo --out demo-output
 
 clean:
-	rm -rf web/dist $(VENV) $(DEMO) $(MINIMUM) $(EXPORTERS) $(FLOWER) $(GPU) build dist site coverage demo-output *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf web/dist $(VENV) $(DEMO) $(MINIMUM) $(EXPORTERS) $(FLOWER) $(GPU) build dist site coverage demo-output $(MEASURED) *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -69,6 +69,8 @@ def kernel_works(backend: CupyBackend, sizes: Sizes) -> Iterator[Work]:
     counted = kernels(sizes)
     for case in (*_of_images(sizes), *_of_rows(sizes)):
         yield _compared(backend, case, counted[case.kernel])
+    moment, *_ = _of_images(sizes)
+    yield _compared(CupyBackend(backend.device, products=0), moment, counted["units"])
     matrices = _of_matrices(backend, sizes.matrix)
     others = *_of_layers(backend, sizes.channels), *_of_losses(backend, sizes)
     for kernel, run, wanted in (*matrices, *others):
@@ -117,8 +119,8 @@ def _of_images(sizes: Sizes) -> Iterator[_Case]:
         return out
 
     yield _Case("moment", moment, (x, _zeros(d + 1, d + 1)), symmetric=True)
-    pairs = normal(n, sizes.paired, side, side), _zeros(9 * sizes.paired, 9 * sizes.paired)
-    yield _Case("pairs", groups, pairs, symmetric=True)
+    pixels = lambda b, x, out: b.second_moment(x, out, feature_axis=1, beta=_DECAY) or out  # noqa: E731 (a case)
+    yield _Case("pixels", pixels, (x, _zeros(channels, channels)), symmetric=True)
     yield _Case("groups", groups, (x, _zeros(channels, 9, 9)), symmetric=True)
     yield _Case("squares", squares, (x, ds, _zeros(1, d, channels)))
     yield _Case("channels", squares, (x, ds, _zeros(channels, 9, 1)))
@@ -454,9 +456,16 @@ FORM = Form(
 )
 
 
-def run_gpu(console: Console, name: str, tuned: Path | None = None) -> list[GpuRow]:
-    """Measure the GPU and print a table; or write the fastest variants of kernels to a file."""
-    meter = Meter(_on_gpu(_BACKENDS[0]))
+def run_gpu(
+    console: Console, name: str, failures: list[str], tuned: Path | None = None
+) -> list[GpuRow]:
+    """Measure the GPU and print a table; or write the fastest variants of kernels to a file.
+
+    Each time is printed when it is measured. Work that fails is printed and added to ``failures``,
+    and the rest is measured.
+    """
+    meter = Meter(_on_gpu(_BACKENDS[0]), tell=console.print)
+    meter.failures = failures
     if tuned is not None:
         variants: list[GpuRow] = tune(meter, resnet50(), _BATCH, tuned)
         FORM.show(console, f"Suite {name}", variants)
@@ -478,12 +487,12 @@ def measure_gpu(
     for number, name in enumerate(_BACKENDS):
         others = None if number else peer
         for work in factor_works(_on_gpu(name), name, layers, batch, others):
-            yield from meter.rows(name, work)
+            yield from meter.attempt(name, work)
     first = _BACKENDS[0]
     for work in refresh_works(meter.backend, layers, peer):
-        yield from meter.rows(first, work)
+        yield from meter.attempt(first, work)
     for work in kernel_works(meter.backend, sizes):
-        yield from meter.rows(first, work)
+        yield from meter.attempt(first, work)
 
 
 def _peer() -> Peer:

@@ -20,7 +20,6 @@ from kfac_engine._types import Array
 from kfac_engine.backend.cuda.backend import CupyBackend
 from kfac_engine.bench.report import Spread, spread
 from kfac_engine.errors import BackendError
-from kfac_engine.kernels.moments import TILE
 
 _FLOAT, _DOUBLE = 4, 8
 
@@ -98,12 +97,6 @@ class Sizes(NamedTuple):
     classes: int = 1000
 
     @property
-    def paired(self) -> int:
-        """Twice the channels, as a multiple of 64, for the kernels of pairs."""
-        paired: int = -(-2 * self.channels // TILE) * TILE
-        return paired
-
-    @property
     def words(self) -> int:
         """Size of the vocabulary."""
         return self.ids // 20
@@ -158,13 +151,15 @@ def kernels(sizes: Sizes) -> Mapping[str, Counted]:
     n, channels, side, matrix, *_ = sizes
     rows, d, square = n * side**2, 9 * channels, matrix**2
     x, size = _FLOAT * rows * channels, f"{n}×{channels}×{side}², 3×3"
-    half, paired = _FLOAT * square // 2, sizes.paired  # one triangle
+    half = _FLOAT * square // 2  # one triangle
     filters, layers = _FLOAT * FILTERS * d * channels, f"{FILTERS} filters {d} × {channels}"
     return {
         "moment": Counted(f"A with its border, {size}", 13.0 * rows * channels**2,
                           x + 2 * _FLOAT * (d + 1) ** 2),
-        "pairs": Counted(f"A, {n}×{paired}×{side}², 3×3", 13.0 * rows * paired**2,
-                         _FLOAT * (rows * paired + 2 * (9 * paired) ** 2)),
+        "units": Counted(f"A with its border on FP32 units, {size}", 13.0 * rows * channels**2,
+                         x + 2 * _FLOAT * (d + 1) ** 2),
+        "pixels": Counted(f"G, {n}×{channels}×{side}²", 0.5 * rows * channels**2,
+                          x + 2 * _FLOAT * channels**2),
         "groups": Counted(f"A of each channel, {size}", 45.0 * rows * channels,
                           x + 2 * _FLOAT * 81 * channels),
         "squares": Counted(f"squared gradients, {size}", float(rows * d * channels),
@@ -284,7 +279,11 @@ class GpuRow:
 
 
 class Meter:
-    """Measures the time of work on a device, and its best rates if they are not given."""
+    """Measures the time of work on a device, and its best rates if they are not given.
+
+    Attributes:
+        failures: The cases of work that ``attempt`` could not measure.
+    """
 
     def __init__(
         self,
@@ -293,8 +292,11 @@ class Meter:
         *,
         rounds: int = _ROUNDS,
         side: int = 8192,
+        tell: Callable[[str], object] = print,
     ) -> None:
         self.backend = backend
+        self.failures: list[str] = []
+        self._tell = tell
         self.device = describe(backend)
         self._rounds = rounds
         self._flush = backend.xp.zeros(min(_FLUSH_BYTES, 4 * side * side), np.uint8)
@@ -308,6 +310,19 @@ class Meter:
                    self.device)
             for case, (times, host) in self.ceilings.items()
         ]  # fmt: skip
+
+    def attempt(self, contender: str, work: Work) -> list[GpuRow]:
+        """Return the rows of a work and print its time; or print why it has none, and note it."""
+        try:
+            rows = self.rows(contender, work)
+        except (BackendError, RuntimeError, MemoryError) as failure:  # RuntimeError is CuPy's
+            self.failures.append(f"{work.counted.case} ({contender})")
+            self._tell(f"error: {contender}: {failure}")
+            return []
+        row, *_ = rows
+        ms = 1e3 * row.seconds.median
+        self._tell(f"{row.case}, {contender}: {ms:.3f} ms, {row.fraction:.0%} of the floor")
+        return rows
 
     def rows(self, contender: str, work: Work) -> list[GpuRow]:
         """Check work, and time it next to its peers."""

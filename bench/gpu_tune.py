@@ -25,17 +25,18 @@ TOLERANCE = 2e-6
 def tune(meter: Meter, layers: Sequence[Layer], batch: int, path: Path) -> list[GpuRow]:
     """Measure all variants for the shapes of layers, and write the fastest of each shape.
 
-    Other architectures in the file are kept. ``BackendError`` is raised if a result is wrong.
+    Other entries of the file are kept, and it is written after each shape. A variant that fails or
+    is not accurate is not chosen.
     """
     rows: list[GpuRow] = []
-    fastest: dict[str, Choice] = {}
+    table = json.loads(path.read_text("utf-8")) if path.exists() else {}
+    fastest = table.setdefault(meter.backend.device.architecture, {})
     for key, layer in _shapes(layers, batch).items():
         measured = [*_measured(meter, key, layer, batch)]
         rows += [row for row, _ in measured]
-        fastest[key] = min(measured, key=lambda pair: pair[0].seconds.median)[1]
-    table = json.loads(path.read_text("utf-8")) if path.exists() else {}
-    table[meter.backend.device.architecture] = fastest
-    path.write_text(json.dumps(table, indent=1) + "\n", "utf-8")
+        if measured:
+            fastest[key] = min(measured, key=lambda pair: pair[0].seconds.median)[1]
+        path.write_text(json.dumps(table, indent=1) + "\n", "utf-8")
     return rows
 
 
@@ -59,23 +60,23 @@ def _shapes(layers: Sequence[Layer], batch: int) -> dict[str, Layer]:
 def _measured(meter: Meter, key: str, layer: Layer, batch: int) -> Iterator[tuple[GpuRow, Choice]]:
     """Yield the measurement of each variant."""
     device, scratch = meter.backend.device, meter.backend.scratch_bytes
-    split = 3 if device.tensor_cores else 0
+    products = 3 if device.tensor_cores else 0
     window = square_window(layer.kernel, layer.stride, layer.pad)
     host = normal(batch, layer.inputs, layer.side, layer.side)
     x, wanted = meter.backend.asarray(host), expected(host, window)
     out = meter.backend.asarray(np.zeros(wanted.shape, np.float32))
     how = Accumulation(homogeneous=False, alpha=1.0, beta=0.0)
     plain = layer._replace(homogeneous=False)
-    for choice in choices(pairs=PatchMoments(device, scratch, split).may_use_pairs(x, window)):
-        moments = PatchMoments(device, scratch, split, {key: choice})
+    for choice in choices(PatchMoments(device, scratch, products).ways(x, window)):
+        moments = PatchMoments(device, scratch, products, {key: choice})
         run: Callable[[], None] = partial(moments.add, x, window, out, how)
 
         def error(run: Callable[[], None] = run) -> float:
             run()
             return float(difference(meter.backend.to_numpy(out), wanted))
 
-        kind = SPLIT if split else FLOAT32
+        kind = SPLIT if products else FLOAT32
         work = Work(gpu_meter.input_factors([plain], batch), run, kind, error, TOLERANCE)
-        name = f"{'pairs' if choice.pairs else 'patches'}, {choice.blocks} blocks"
-        (row,) = meter.rows(name, work)
-        yield row, choice
+        name = f"{choice.way}, {choice.blocks} blocks"
+        for row in meter.attempt(f"{key}: {name}", work):
+            yield row, choice

@@ -263,7 +263,9 @@ _SUBJECTS = {
 _ALONE: Mapping[str, Suite] = {
     "memory": lambda setting, name: run_memory(setting.console, name),
     "scaling": lambda setting, name: run_scaling(setting.console, name, setting.threads),
-    "gpu": lambda setting, name: run_gpu(setting.console, name, setting.options.tune),
+    "gpu": lambda setting, name: run_gpu(
+        setting.console, name, setting.failures, setting.options.tune
+    ),
     "build": lambda setting, name: run_build(setting.console, name),
     "models": lambda setting, name: run_models(
         setting.console, name, setting.options.models, with_torch="torch" in setting.contenders

@@ -1,7 +1,7 @@
 """The structs of ``prelude.cuh`` as NumPy types, with three spatial axes."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, TypeAlias
 
@@ -31,12 +31,16 @@ WORK = np.dtype(
     + [(name, "i4") for name in ("groups", "rows", "columns", "ones")],
     align=True,
 )
-SUM = np.dtype([(name, "i4") for name in ("row", "column", "begin", "end", "layer")], align=True)
+SUM = np.dtype(
+    [(name, "i4") for name in ("row", "column", "rows", "columns", "begin", "end", "layer")],
+    align=True,
+)
 # Of pair_stage.cu and pair_products.cu. Pointers are addresses of the device.
 STAGED_LAYER = np.dtype(
     [(name, "u8") for name in ("x", "peaks", "exponents", "pairs")]
-    + [("images", IMAGES)]
-    + [(name, "i4") for name in ("pieces", "length", "first_peaks", "first_pairs")],
+    + [("images", IMAGES), ("taps", TAPS), ("grid", GRID)]
+    + [(name, "i4") for name in ("features", "across", "pieces", "length")]
+    + [(name, "i4") for name in ("first_peaks", "first_pairs")],
     align=True,
 )
 PAIR_LAYER = np.dtype(
@@ -54,9 +58,15 @@ PAIR_JOB = np.dtype(
     + [("tiles", "i4", 4), ("parts", "i4", 4)],
     align=True,
 )
+# Of pair_rows.cu.
+ROW_LAYER = np.dtype(
+    [("x", "u8"), ("peaks", "u8"), ("image_stride", "i8")]
+    + [(name, "i4") for name in ("channel_stride", "pixels", "channels", "pieces")],
+    align=True,
+)
 # Of moment.cu: the matrix of a layer.
 TARGET = np.dtype(
-    [("out", "u8"), ("side", "i4"), ("features", "i4"), ("alpha", "f4"), ("beta", "f4")],
+    [("out", "u8"), ("side", "i4"), ("alpha", "f4"), ("beta", "f4")],
     align=True,
 )
 
@@ -82,6 +92,30 @@ class Geometry:
     channels: int
     pixels: int
     positions: int
+
+    @property
+    def across(self) -> bool:
+        """Whether channels are closer together in memory than pixels."""
+        (images,) = self.images
+        strides = [
+            step
+            for step, size in zip(images["pixel_strides"], images["shape"], strict=True)
+            if size > 1
+        ]
+        return all(images["channel_stride"] < step for step in strides)
+
+    @property
+    def of_pixels(self) -> "Geometry":
+        """The geometry of the same images with their pixels as patches."""
+        (images,) = self.images
+        shape = tuple(images["shape"])
+        ones, zeros = (1,) * AXES, (0,) * AXES
+        return replace(
+            self,
+            taps=np.array([(ones, ones, ones)], TAPS),
+            grid=grid_struct(zeros, shape),
+            positions=self.pixels,
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,13 +21,10 @@ _IMAGES = (0, 1, 2)  # input types for which kernels accumulate in float32
 
 # Macros of each source with their values. All launches use options of this table.
 MACROS: Mapping[str, Mapping[str, Sequence[int]]] = {
-    "patch_products": {
-        "SPLIT": (0, 1, 3),
-        "ALIGNED": (0, 1),
-        "INPUT": _IMAGES,
-    },
+    "patch_products": {"ALIGNED": (0, 1), "INPUT": _IMAGES},
     "pair_stage": {"INPUT": _IMAGES},
-    "pair_products": {"COLUMNS": (1, 2)},
+    "pair_products": {"COLUMNS": (1, 2), "PRODUCTS": (1, 3)},
+    "pair_rows": {"SIDE": (1, 2), "PRODUCTS": (1, 3), "INPUT": _IMAGES},
     "moment": {},
     "patch_sums": {"SQUARED": (0, 1), "ACROSS": (0, 1), "INPUT": _IMAGES},
     "patches": {"INPUT": tuple(INPUTS.values())},
@@ -89,10 +86,10 @@ class Device(Protocol):
 
 @cache
 def source(name: str) -> str:
-    """Return the text of ``name.cu`` after the prelude of all sources."""
+    """Return the text of ``name.cu`` after the prelude of all sources, and that of its kind."""
     folder = files(__package__)
-    parts = [(folder / part).read_text("utf-8") for part in ("prelude.cuh", f"{name}.cu")]
-    return "\n".join(parts)
+    heads = ("prelude.cuh", "pairs.cuh") if name.startswith("pair_") else ("prelude.cuh",)
+    return "\n".join((folder / part).read_text("utf-8") for part in (*heads, f"{name}.cu"))
 
 
 def kernel(device: Device, file: str, name: str, *, shared_bytes: int = 0, **macros: int) -> Launch:

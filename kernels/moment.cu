@@ -6,18 +6,19 @@
 #define TILE 64  // of patch_products.cu and pair_products.cu
 #define AHEAD 8  // loads in flight
 
-// out <- beta out + alpha (sum). The matrix is (side, side), row-major; the first `features` rows and
-// columns are written here, and the homogeneous coordinate by border_moment.
+// out <- beta out + alpha (sum). The matrix is (side, side), row-major. Rows and columns of features are
+// written here, and the homogeneous coordinate by border_moment.
 struct Target {
   float* out;
-  int side, features;
+  int side;
   float alpha, beta;
 };
 
 struct Sum {
-  int row, column;  // a tile of the lower triangle, in units of TILE
-  int begin, end;   // its entries in `sources`
-  int layer;        // its matrix
+  int row, column;    // the first entry of a tile on or below the diagonal
+  int rows, columns;  // its size; parts have TILE rows and columns
+  int begin, end;     // its entries in `sources`
+  int layer;          // its matrix
 };
 
 __device__ __forceinline__ void blend(float* place, float value, float alpha, float beta) {
@@ -48,13 +49,12 @@ __device__ __forceinline__ void assemble(const Target& target, const float* __re
                                          const Sum& sum, const int* __restrict__ sources,
                                          float (*turned)[9]) {
   float* out = target.out;
-  const int side = target.side, features = target.features;
-  const int x = threadIdx.x, y = threadIdx.y;
+  const int side = target.side, x = threadIdx.x, y = threadIdx.y;
   const int r0 = blockIdx.y / (TILE / 32) * 8, c0 = blockIdx.y % (TILE / 32) * 32;
-  const int row0 = sum.row * TILE + r0, column0 = sum.column * TILE + c0;
+  const int row0 = sum.row + r0, column0 = sum.column + c0;
   if (row0 + 7 < column0) return;  // above the diagonal
   const int row = row0 + y, column = column0 + x;
-  if (row < features && column <= row) {
+  if (r0 + y < sum.rows && c0 + x < sum.columns && column <= row) {
     float* place = out + (long long)row * side + column;
     const float total = summed(parts, sources, sum, (r0 + y) * TILE + c0 + x);
     blend(place, total, target.alpha, target.beta);
@@ -64,7 +64,8 @@ __device__ __forceinline__ void assemble(const Target& target, const float* __re
   // The thread that writes an entry of the other triangle: eight neighbours write along a row.
   const int thread = y * 32 + x, other_x = thread / 8, other_y = thread % 8;
   const int above = column0 + other_x, right = row0 + other_y;
-  if (right < features && above < right) out[(long long)above * side + right] = turned[other_x][other_y];
+  if (r0 + other_y < sum.rows && c0 + other_x < sum.columns && above < right)
+    out[(long long)above * side + right] = turned[other_x][other_y];
 }
 
 // The tiles of one matrix, or of several. Block (32, 8), a thread for each entry; grid (sums, TILE/8 *

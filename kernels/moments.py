@@ -1,4 +1,4 @@
-"""Launches Gram matrices of patches: products of patches, and their sums."""
+"""Launches Gram matrices of patches on FP32 units: products of patches, and their sums."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ class Pass:
         aligned: Whether all features of a tile have one tap.
         grids: Boxes of output positions.
         jobs: Products of the blocks.
-        sums: Range in ``sources`` of each tile of the lower triangle.
+        sums: Place of each tile of the lower triangle, and its range in ``sources``.
         sources: Indices of partial results; ``~index`` is subtracted.
     """
 
@@ -64,9 +64,8 @@ def add_products(
     geometry: Geometry,
     passes: Sequence[Pass],
     scales: Scales,
-    split: int,
 ) -> None:
-    """Compute ``out ← beta·out + alpha·Σ z zᵀ`` for the first ``features`` rows and columns.
+    """Compute ``out ← beta·out + alpha·Σ z zᵀ`` for rows and columns of features, on FP32 units.
 
     Sources: ``patch_products.cu``, ``moment.cu``.
 
@@ -77,27 +76,21 @@ def add_products(
         geometry: Geometry of ``x`` and the window.
         passes: The plan; the passes write disjoint tiles of ``out``.
         scales: Scales of the product and of the old values.
-        split: Number of TF32 products for each float32 product on tensor cores, 3 or 1; 0 for FP32
-            units.
     """
     targets = target_structs(device, [(out, scales)])
     parts = device.empty((max(part.part_bytes for part in passes) // 4,), np.float32)
     for part in passes:
-        how = {"SPLIT": split, "ALIGNED": int(part.aligned), "INPUT": INPUTS[x.dtype.name]}
+        how = {"ALIGNED": int(part.aligned), "INPUT": INPUTS[x.dtype.name]}
         multiply = kernel(device, "patch_products", "patch_products", **how)
-        threads = BLOCK if split == 0 else BLOCK // 2  # THREADS in the source
         structs = geometry.images, geometry.taps
-        multiply((len(part.jobs),), (threads,), (x, part.jobs, part.grids, parts, *structs))
+        multiply((len(part.jobs),), (BLOCK,), (x, part.jobs, part.grids, parts, *structs))
         assemble(device, "assemble_moment", targets, parts, part.sums, part.sources)
 
 
 def target_structs(device: Device, targets: Sequence[tuple[Array, Scales]]) -> Struct:
     """Return structs ``Target`` of matrices with their scales."""
     return np.array(
-        [
-            (device.address(out), len(out), scales.features, scales.alpha, scales.beta)
-            for out, scales in targets
-        ],
+        [(device.address(out), len(out), scales.alpha, scales.beta) for out, scales in targets],
         TARGET,
     )
 

@@ -3,17 +3,13 @@
 // Feature f = tap * channels + channel of a patch z at output o sees pixel o * stride + tap * dilation -
 // begin, or zero outside the image. A tile of 64 features has one tap. A block multiplies 2 x COLUMNS
 // tiles over the positions [begin, end) of a grid, and writes each product that is wanted as a part, for
-// moment.cu.
+// moment.cu. If the images of pairs are patches already, their features are the channels of one tap.
 //
 //   layers  images of several layers as pairs; the channels are multiples of 64, and the pairs of a layer
 //           are fewer than 2^31 half-precision numbers
 //   jobs    one for each block
 //   grids   boxes of output positions, counted image by image in row-major order
 //   parts   (products, 64, 64)
-//
-// With both numbers of a pair, a product is high high + high low + low high: three products of tensor
-// cores with float32 accuracy. Tensor cores cut sums toward zero, which gives an error that grows with
-// the positions. Each product of 16 positions therefore starts at zero, and FP32 units add it to the sums.
 //
 // A thread copies 16 bytes (8 features) of one position at a time, and a position advances by DEPTH
 // without divisions. Copies fill STAGES stages of shared memory in turn. No atomics.
@@ -23,7 +19,6 @@
 #define COLUMNS 2
 #endif
 #define ROWS 2                       // tiles of a block along the rows
-#define TILE 64
 #define WARP_ROWS 2                  // warps along both sides of a block
 #define WARP_COLUMNS (2 * COLUMNS)
 #define THREADS (32 * WARP_ROWS * WARP_COLUMNS)
@@ -31,7 +26,8 @@
 #define STAGES 3
 #define SEATS (ROWS + COLUMNS)       // tiles in shared memory
 #define SLOT (DEPTH * TILE)          // half-precision numbers of a tile: of its high parts, or its low parts
-#define STAGE (2 * SEATS * SLOT)
+#define SEAT (PARTS * SLOT)
+#define STAGE (SEATS * SEAT)
 #define BLOCKS_M (ROWS * TILE / WARP_ROWS / 16)  // 16 x 8 products of a warp
 #define BLOCKS_N (COLUMNS * TILE / WARP_COLUMNS / 8)
 // Blocks of a multiprocessor: its shared memory has room for two where it is largest.
@@ -41,8 +37,6 @@
 #define RESIDENT (2 / COLUMNS)
 #endif
 
-typedef unsigned short half_bits;
-
 struct PairLayer {
   const half_bits* pairs;  // (images, pixels, 2, channels): high parts, then low parts
   const int* exponents;    // (channels): pairs are scaled by 2^exponent
@@ -50,19 +44,7 @@ struct PairLayer {
   Taps taps;
 };
 
-struct PairJob {
-  int layer, grid, begin, end;
-  int tiles[4];  // two of the rows, two of the columns; the last is not read where COLUMNS is 1
-  int parts[4];  // of the products, row by row; -1 if it is not wanted
-};
-
-// An address in shared memory. A row of 64 features has 128 bytes at a multiple of 128, so that bits of
-// the number of a piece (16 bytes) can be flipped.
 #ifndef CUDA_ON_CPU
-typedef unsigned Place;
-__device__ __forceinline__ Place place_of(void* shared) {
-  return (Place)__cvta_generic_to_shared(shared);
-}
 __device__ __forceinline__ void copy_16_async(Place to, const void* from, bool there) {
   int bytes = there ? 16 : 0;  // the rest is filled with zeros
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes));
@@ -76,14 +58,6 @@ __device__ __forceinline__ void load_turned(unsigned* found, Place row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(found[0]), "=r"(found[1]), "=r"(found[2]), "=r"(found[3])
                : "r"(row));
-}
-__device__ __forceinline__ void mma_half(float* d, const unsigned* a, const unsigned* b,
-                                         const float* c) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
-      "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%10, %11, %12, %13};"
-      : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]), "f"(c[0]), "f"(c[1]),
-        "f"(c[2]), "f"(c[3]));
 }
 #endif
 
@@ -100,7 +74,8 @@ struct Shared {
 static_assert(sizeof(Shared) == 16 * SEATS + 72, "kernels/pairs.py has this size");
 #define SHARED_BYTES (STAGES * STAGE * 2 + (int)sizeof(Shared))
 
-// The byte of a piece of a row: the pieces that eight rows of a matrix have are in different banks.
+// The byte of a piece (16 bytes) of a row of 64 features: the pieces that eight rows of a matrix have are
+// in different banks. Rows begin at multiples of 128 bytes, so that bits of a piece can be flipped.
 __device__ __forceinline__ int swizzled(int row, int piece) {
   return row * 128 + (piece ^ row & 7) * 16;
 }
@@ -172,8 +147,8 @@ pair_products(const PairLayer* __restrict__ layers, const PairJob* __restrict__ 
                           ((unsigned)(b + seat.pixels[1]) < (unsigned)all.shape[1]) &
                           ((unsigned)(c + seat.pixels[2]) < (unsigned)all.shape[2]);
       const half_bits* from = all.pairs + (unsigned)(place + seat.offset);
-      copy_16_async(to + stage + s * SLOT * 4, from, inside);
-      copy_16_async(to + stage + s * SLOT * 4 + SLOT * 2, from + low, inside);
+      copy_16_async(to + stage + s * SEAT * 2, from, inside);
+      if (PARTS == 2) copy_16_async(to + stage + s * SEAT * 2 + SLOT * 2, from + low, inside);
     }
     p += DEPTH;
     int carry = 0;
@@ -195,9 +170,9 @@ pair_products(const PairLayer* __restrict__ layers, const PairJob* __restrict__ 
   // The rows of matrices that a lane gives the addresses of: of A, matrices 0 and 1 have the same
   // positions; of B, matrices 0 and 2. The rows and columns of a warp are in one tile.
   const int m0 = warp % WARP_ROWS * BLOCKS_M * 16, n0 = warp / WARP_ROWS * BLOCKS_N * 8;
-  const Place from_a = place_of(room) + m0 / TILE * 2 * SLOT * 2 +
+  const Place from_a = place_of(room) + m0 / TILE * SEAT * 2 +
                        swizzled(lane / 16 * 8 + lane % 8, m0 % TILE / 8 + lane / 8 % 2);
-  const Place from_b = place_of(room) + (ROWS + n0 / TILE) * 2 * SLOT * 2 +
+  const Place from_b = place_of(room) + (ROWS + n0 / TILE) * SEAT * 2 +
                        swizzled(lane / 8 % 2 * 8 + lane % 8, n0 % TILE / 8 + lane / 16);
   float sums[BLOCKS_M][BLOCKS_N][4] = {};
   int now = 0;
@@ -213,29 +188,20 @@ pair_products(const PairLayer* __restrict__ layers, const PairJob* __restrict__ 
       for (int j = 0; j < BLOCKS_N; j += 2) {
         const Place from = (from_b + now ^ j * 16) + k * 128;
         load_turned(high_b[j], from);
-        load_turned(low_b[j], from + SLOT * 2);
+        if (PARTS == 2) load_turned(low_b[j], from + SLOT * 2);
       }
       #pragma unroll
       for (int i = 0; i < BLOCKS_M; ++i) {
         unsigned high_a[4], low_a[4];
         const Place from = (from_a + now ^ i * 32) + k * 128;
         load_turned(high_a, from);
-        load_turned(low_a, from + SLOT * 2);
+        if (PARTS == 2) load_turned(low_a, from + SLOT * 2);
         #pragma unroll
-        for (int j = 0; j < BLOCKS_N; ++j) {  // small products first
-          const float zero[4] = {};
-          float sum[4];
-          mma_half(sum, low_a, high_b[j], zero);
-          mma_half(sum, high_a, low_b[j], sum);
-          mma_half(sum, high_a, high_b[j], sum);
-          #pragma unroll
-          for (int e = 0; e < 4; ++e) sums[i][j][e] += sum[e];
-        }
+        for (int j = 0; j < BLOCKS_N; ++j) add_product(sums[i][j], high_a, low_a, high_b[j], low_b[j]);
       }
     }
     now = now == (STAGES - 1) * STAGE * 2 ? 0 : now + STAGE * 2;
   }
-  // Of a result, a lane has rows l/4 and l/4 + 8, columns 2 (l%4) and the next.
   const int number = job->parts[m0 / TILE * COLUMNS + n0 / TILE];
   if (number < 0) return;
   float* part = parts + (long long)number * TILE * TILE;
@@ -244,16 +210,7 @@ pair_products(const PairLayer* __restrict__ layers, const PairJob* __restrict__ 
   #pragma unroll
   for (int i = 0; i < BLOCKS_M; ++i)
     #pragma unroll
-    for (int j = 0; j < BLOCKS_N; ++j) {
-      const int row = m0 % TILE + i * 16 + lane / 4, column = n0 % TILE + j * 8 + lane % 4 * 2;
-      #pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        const int r = row + (e >> 1) * 8, c = column + (e & 1);
-        // By two powers of two, because one may be out of range.
-        const int back = -(rows[r] + columns[c]), half = back / 2;
-        const float value = sums[i][j][e] * __uint_as_float((unsigned)(half + 127) << 23);
-        part[r * TILE + c] = value * __uint_as_float((unsigned)(back - half + 127) << 23);
-      }
-    }
+    for (int j = 0; j < BLOCKS_N; ++j)
+      write_product(part, sums[i][j], m0 % TILE + i * 16, n0 % TILE + j * 8, rows, columns);
 }
 #endif

@@ -72,7 +72,7 @@ def add_patch_squares(
 
 def _sum_images(device: Device, x: Array, geometry: Geometry, *, squared: bool) -> _Totals:
     """Return the sums of each pixel of each channel over the images of each piece."""
-    across = int(_across(geometry))
+    across = int(geometry.across)
     macros = {"SQUARED": int(squared), "ACROSS": across, "INPUT": INPUTS[x.dtype.name]}
     blocks = -(-geometry.channels * geometry.pixels // BLOCK)
     wanted = -(-_BLOCKS_EACH * device.processors // blocks)
@@ -82,14 +82,3 @@ def _sum_images(device: Device, x: Array, geometry: Geometry, *, squared: bool) 
     add = kernel(device, "patch_sums", "sum_images", **macros)
     add((blocks, pieces), (BLOCK,), (x, totals, geometry.images, int32(length)))
     return _Totals(totals, pieces, macros)
-
-
-def _across(geometry: Geometry) -> bool:
-    """Return whether channels are closer together in memory than pixels."""
-    (images,) = geometry.images
-    strides = [
-        step
-        for step, size in zip(images["pixel_strides"], images["shape"], strict=True)
-        if size > 1
-    ]
-    return all(images["channel_stride"] < step for step in strides)

@@ -5,25 +5,36 @@ which has the choices of this package. Shapes without a measurement have the sta
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib.resources import files
 from typing import NamedTuple
 
+# The ways to multiply patches.
+UNITS = "units"  # on FP32 units, by patch_products.cu
+ROWS = "rows"  # from images, by pair_rows.cu
+PIXELS = "pixels"  # from pixels that are copied as pairs, by pair_products.cu
+PATCHES = "patches"  # from patches that are copied as pairs, by pair_products.cu
+
 # Blocks for each multiprocessor, the default first: more blocks have fewer positions each, so that
 # the last wave is shorter and more partial results are added.
-PAIR_BLOCKS, PATCH_BLOCKS = (8, 4, 16), (12, 6, 24)
+BLOCKS: Mapping[str, Sequence[int]] = {
+    UNITS: (12, 6, 24),
+    ROWS: (8, 4, 16),
+    PIXELS: (8, 4, 16),
+    PATCHES: (8, 4, 16),
+}
 
 
 class Choice(NamedTuple):
     """A variant of a second moment of patches.
 
     Attributes:
-        pairs: Whether ``pair_products.cu`` multiplies, in place of ``patch_products.cu``.
+        way: The way to multiply.
         blocks: Number of blocks for each multiprocessor.
     """
 
-    pairs: bool
+    way: str
     blocks: int
 
 
@@ -36,10 +47,9 @@ def shape_key(taps: int, channels: int, positions: int) -> str:
     return f"{taps} taps, {channels} channels, 2^{positions.bit_length()} positions"
 
 
-def choices(*, pairs: bool) -> tuple[Choice, ...]:
-    """Return all variants, the default first; without ``pairs``, those of ``patch_products.cu``."""
-    patches = tuple(Choice(False, blocks) for blocks in PATCH_BLOCKS)
-    return (*(Choice(True, blocks) for blocks in PAIR_BLOCKS), *patches) if pairs else patches
+def choices(ways: Sequence[str]) -> tuple[Choice, ...]:
+    """Return the variants of some ways, of which the first is the default."""
+    return tuple(Choice(way, blocks) for way in ways for blocks in BLOCKS[way])
 
 
 @cache

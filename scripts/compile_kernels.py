@@ -22,6 +22,7 @@ TABLE = Path(__file__).parents[1] / "kernels" / "compiled.json"
 # Sources whose loops are counted, with the architectures.
 LOOPS = {
     "pair_products": ("sm_80", "sm_90"),
+    "pair_rows": ("sm_80", "sm_90"),
     "averages": ("sm_90",),
     "spans": ("sm_90",),
 }

@@ -36,6 +36,8 @@ _GEOMETRIES = {
     "4×70×4², 1×1": ((4, 70, 4), 1, 1, 0),
     "1×16×7², 5×5": ((1, 16, 7), 5, 1, 2),
 }
+# Images that pair_rows.cu reads.
+_ROWS = {"2×70×8², 1×1": ((2, 70, 8), 1, 1, 0)}
 _HEAD = """# Kernels
 
 To read a kernel, find its result in this table and open its source in `kernels/`. The first comment
@@ -45,8 +47,8 @@ this page. Neither program needs a GPU.
 
 | source | result | replaces |
 |---|---|---|
-| `patch_products.cu`, `moment.cu` | Gram matrices of patches, read from images | copied patches, and a product |
-| `pair_stage.cu`, `pair_products.cu`, `moment.cu` | the same for channels that are a multiple of 64, by pairs of half-precision numbers, for several layers in one launch | copied patches, and products in float32 |
+| `patch_products.cu`, `moment.cu` | Gram matrices of patches on FP32 units, read from images | copied patches, and a product |
+| `pair_stage.cu`, `pair_products.cu`, `pair_rows.cu`, `moment.cu` | the same on tensor cores, by pairs of half-precision numbers, for several layers in one launch | copied patches, and products in float32 |
 | `patch_sums.cu` | sums of patches and of their squares: the bias row of a Gram matrix, and its diagonal | copied patches, and sums |
 | `symmetric.cu` | damped float64 matrix of a factor, its trace, and whether it is finite; conversion back | a dozen passes over float64 matrices |
 | `leaf_inverse.cu` | inverses of blocks of at most 128 rows, and symmetric and transposed blocks, for inverses by products | a factorisation in panels |
@@ -81,7 +83,8 @@ def resources() -> Iterator[str]:
     yield "Each cell is the largest number of registers of a thread over all variants of a source (types of images, lengths of"
     yield "rows, tensor cores). Brackets contain the kilobytes of shared memory of a block. `python -m scripts.compile_kernels` compiles every variant"
     yield f"that a launch can choose for every architecture: {len(each)} kernels, of which {spilling or 'none'} spill{'s' * (spilling == 1)} registers to memory."
-    yield f"Blocks of `pair_products` have {shared_bytes(1) / 1024:.1f} or {shared_bytes(2) / 1024:.1f} kilobytes of dynamic shared memory besides.\n"
+    yield "Dynamic shared memory is not in the table. Blocks of one or two tiles along a side have, in kilobytes:"
+    yield f"{_dynamic('pair_products')} for `pair_products`, and {_dynamic('pair_rows')} for `pair_rows`.\n"
     yield from markdown.table(
         ("kernel", *nvrtc.ARCHITECTURES),
         (
@@ -90,6 +93,11 @@ def resources() -> Iterator[str]:
             for kernel in dict.fromkeys(kernel for kernels in table.values() for kernel in kernels)
         ),
     )
+
+
+def _dynamic(source: str) -> str:
+    """Return the dynamic shared memory of both sizes of blocks."""
+    return " or ".join(f"{shared_bytes(source, side, 3) / 1024:.1f}" for side in (1, 2))
 
 
 def most(table: Compiled, kernel: str, architecture: str) -> nvrtc.Resources | None:
@@ -120,14 +128,7 @@ def _exactness() -> Iterator[str]:
 
 def cases() -> Iterator[tuple[str, str, Callable[[str], float]]]:
     """Yield each kernel and case, with a function from the order of threads to the error."""
-    for case in _GEOMETRIES:
-        for split, words in ((0, "FP32"), (3, "3 × TF32"), (1, "TF32")):
-            by_pairs = split == 3 and _GEOMETRIES[case][0][1] % 64 == 0
-            yield (
-                "`pair_products`" if by_pairs else f"`patch_products`, {words}",
-                case,
-                lambda order, case=case, split=split: _moment_error(case, split, order),
-            )
+    yield from _moment_cases()
     for case in _GEOMETRIES:
         yield "`group_products`", case, lambda order, case=case: _group_error(case, order)
         yield "… squared", case, lambda order, case=case: _square_error(case, order)
@@ -150,8 +151,22 @@ def cases() -> Iterator[tuple[str, str, Callable[[str], float]]]:
         yield what, name, lambda order, shape=shape: _draw_error(shape, order)
 
 
+def _moment_cases() -> Iterator[tuple[str, str, Callable[[str], float]]]:
+    """Yield the cases of Gram matrices of patches."""
+    for case in _GEOMETRIES:
+        for products, kernel in (
+            (0, "`patch_products`"),
+            (3, "`pair_products`"),
+            (1, "`pair_products`, 11 bits"),
+        ):
+            error = lambda order, case=case, products=products: _moment_error(case, products, order)  # noqa: E731 (bound to the loop)
+            yield kernel, case, error
+    for case in _ROWS:
+        yield "`pair_rows`", case, lambda order, case=case: _moment_error(case, 3, order)
+
+
 def _data(case: str) -> tuple[np.ndarray, Window, np.ndarray]:
-    (n, channels, side), kernel, stride, pad = _GEOMETRIES[case]
+    (n, channels, side), kernel, stride, pad = {**_GEOMETRIES, **_ROWS}[case]
     x = np.random.default_rng(0).standard_normal((n, channels, side, side), np.float32)
     window = Window((kernel,) * 2, (stride,) * 2, (1, 1), (pad,) * 2, (pad,) * 2)
     w = window
@@ -162,10 +177,10 @@ def _worst(result: np.ndarray, wanted: np.ndarray) -> float:
     return float(np.abs(result - wanted).max() / np.abs(wanted).max())
 
 
-def _moment_error(case: str, split: int, order: str) -> float:
+def _moment_error(case: str, products: int, order: str) -> float:
     x, window, z = _data(case)
     out = np.full((z.shape[2],) * 2, np.nan, np.float32)
-    moments = PatchMoments(ShimDevice(order), _SCRATCH, split)
+    moments = PatchMoments(ShimDevice(order), _SCRATCH, products)
     moments.add(x, window, out, _PLAIN)
     return _worst(out, np.einsum("nti,ntj->ij", z, z))
 

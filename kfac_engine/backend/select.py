@@ -17,8 +17,8 @@ from kfac_engine.errors import BackendError, UnknownNameError, suggestion
 
 BackendName: TypeAlias = Literal["auto", "numpy", "cupy", "cupy-tf32", "cupy-fp32"]
 
-# Number of TF32 products for each float32 product on tensor cores; None for float32 accuracy.
-_SPLITS: Mapping[str, int | None] = {"cupy": None, "cupy-tf32": 1, "cupy-fp32": 0}
+# Number of products of tensor cores for each float32 product; None for float32 accuracy.
+_PRODUCTS: Mapping[str, int | None] = {"cupy": None, "cupy-tf32": 1, "cupy-fp32": 0}
 
 _LOG = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ def select(
     gpu = _gpu()
     if isinstance(gpu, str):
         raise BackendError(f"{gpu} Choose backend 'numpy' or 'auto' to compute without a GPU.")
-    return CupyBackend(gpu, split=_SPLITS[checked], **bound)
+    return CupyBackend(gpu, products=_PRODUCTS[checked], **bound)
 
 
 def choice_reason(name: str = "auto") -> str:

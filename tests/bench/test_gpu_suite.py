@@ -19,7 +19,7 @@ from kfac_engine.bench.gpu_meter import Layer, resnet50
 from kfac_engine.bench.peers import torch_gpu
 from kfac_engine.errors import BackendError
 from kfac_engine.kernels.launch import MACROS, source
-from kfac_engine.kernels.tuned import PATCH_BLOCKS, Choice
+from kfac_engine.kernels.tuned import BLOCKS, PATCHES, PIXELS, Choice
 from scripts import bench_tables
 from tests.backend import cupy_standin
 from tests.backend.test_select import forget
@@ -39,7 +39,7 @@ def test_the_network_has_the_parameters_it_is_known_for() -> None:
 
 SUM = gpu_meter.Counted("a sum", 0.0, 1.0)
 LAYERS = Layer(2, 3, 3, 1, 4), Layer(3, 4, 1, 1, 4), Layer(4, 3, 1, 1, 1, True)
-SIZES = gpu_meter.Sizes(images=2, channels=3, side=4, matrix=140, ids=200, classes=5)
+SIZES = gpu_meter.Sizes(images=2, channels=3, side=6, matrix=140, ids=200, classes=5)
 
 
 @pytest.fixture
@@ -60,12 +60,12 @@ def test_each_case_is_measured_and_checked(meter: gpu_meter.Meter) -> None:
     assert [row.contender for row in rows[:9]] == [
         name for name in ("cupy", "cupy-fp32", "cupy-tf32") for _ in range(3)
     ]
-    # Inverses, gradients, eigenvectors, roots; thirteen primitives, four ways of a matrix, three of
+    # Inverses, gradients, eigenvectors, roots; fourteen primitives, four ways of a matrix, three of
     # filters, a loss.
-    assert len(rows) == 9 + 4 + 13 + 4 + 3 + 1
+    assert len(rows) == 9 + 4 + 14 + 4 + 3 + 1
     assert all(row.error is not None and row.error < 1e-2 for row in rows)
     assert all(row.floor > 0 and row.host > 0 and row.ratio == 1 for row in rows)
-    assert len({row.case for row in rows[9:]}) == 25
+    assert len({row.case for row in rows[9:]}) == 26
     told = json.loads(json.dumps([asdict(row) for row in rows], allow_nan=False))
     page = bench_tables.page({"machine": {}, "suites": {"gpu": told}})
     assert page.count("| stand-in, compute capability 9.0") == len(rows)
@@ -103,35 +103,50 @@ def test_fastest_variants_are_written_and_chosen(
     meter: gpu_meter.Meter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "tuned.json"
-    path.write_text(json.dumps({"sm_80": {"a shape": [True, 4]}}))
+    path.write_text(json.dumps({"sm_80": {"a shape": [PIXELS, 4]}}))
     layers = Layer(64, 3, 3, 1, 4), Layer(3, 64, 1, 1, 4)
     times = iter(range(100, 0, -1))  # the last variant of each shape is the fastest
     timed = lambda work: gpu_meter.Times(gpu_meter.spread([float(next(times))]), 1.0)  # noqa: E731
     monkeypatch.setattr(meter, "timed", timed)
     rows = gpu_tune.tune(meter, layers, 2, path)
-    # Of 64 channels, pairs and patches, of inputs and of outputs; of 3 channels, patches.
-    assert len(rows) == 2 * (3 + 3) + 3
+    # Of patches, two ways; of pixels, one: of the inputs and outputs of 3 and 64 channels.
+    assert len(rows) == 3 * (2 + 1 + 1)
     assert all(row.error is not None and row.error <= gpu_tune.TOLERANCE for row in rows)
     table = json.loads(path.read_text())
-    assert table["sm_80"] == {"a shape": [True, 4]}
-    last = [False, PATCH_BLOCKS[-1]]
-    assert table["sm_90"] == dict.fromkeys(
-        (
-            "9 taps, 64 channels, 2^6 positions", "1 taps, 3 channels, 2^6 positions",
-            "1 taps, 64 channels, 2^6 positions",
-        ),
-        last,
-    )  # fmt: skip
-    # The choice decides which kernel runs.
+    assert table["sm_80"] == {"a shape": [PIXELS, 4]}
+    assert table["sm_90"] == {
+        "9 taps, 64 channels, 2^6 positions": [PATCHES, BLOCKS[PATCHES][-1]],
+        "1 taps, 3 channels, 2^6 positions": [PIXELS, BLOCKS[PIXELS][-1]],
+        "1 taps, 64 channels, 2^6 positions": [PIXELS, BLOCKS[PIXELS][-1]],
+    }
+    # The choice decides what is copied as pairs.
     device, out = ShimDevice(), np.zeros((576, 576), np.float32)
+    shapes, empty = [], device.empty
+    device.empty = lambda shape, kind: shapes.append((kind, shape)) or empty(shape, kind)  # type: ignore[method-assign]
     chosen = {key: Choice(*choice) for key, choice in table["sm_90"].items()}
     x = data.normal(2, 64, 4, 4)
     how = Accumulation(False, 1, 0)
     for known in ({}, chosen):
         moments = PatchMoments(device, 8 << 20, 3, known)
         moments.add(x, gpu.window(layers[0]), out, how)
-    assert device.launched[-2:] == ["patch_products", "assemble_moment"]
-    assert "pair_products" in device.launched[:-2]
+    copied = [shape for kind, shape in shapes if kind == np.int16]
+    assert copied == [(32, 2, 64), (32, 2, 576)]
+
+
+def test_work_that_fails_leaves_the_rest(
+    meter: gpu_meter.Meter, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken() -> None:
+        raise RuntimeError("an illegal memory access")
+
+    wrong = gpu_meter.Work(SUM, lambda: None, check=lambda: 2e-3, tolerance=1e-3)
+    works = wrong, gpu_meter.Work(SUM, broken), gpu_meter.Work(SUM, lambda: None)
+    assert [len(meter.attempt("cupy", work)) for work in works] == [0, 0, 1]
+    assert meter.failures == 2 * ["a sum (cupy)"]
+    printed = capsys.readouterr().out
+    assert "off by 2.0e-03" in printed
+    assert "illegal memory access" in printed
+    assert "a sum, cupy: " in printed.splitlines()[-1]
 
 
 def test_a_wrong_result_ends_the_suite(meter: gpu_meter.Meter) -> None:
@@ -171,4 +186,4 @@ def test_torch_inverts_and_decomposes_what_it_is_compared_in() -> None:
 
 def test_without_a_gpu_the_suite_says_so() -> None:
     with pytest.raises(BackendError, match="backend 'numpy'"):
-        gpu.run_gpu(Console(), "gpu")
+        gpu.run_gpu(Console(), "gpu", [])

@@ -281,34 +281,11 @@ inline float half_to_float(unsigned short bits) {
   std::memcpy(&value, &bits, 2);
   return (float)value;
 }
-#if SPLIT == 1
-// cvt.rna.tf32.f32: to nearest, ties away from zero.
-inline unsigned to_tf32(float value) {
-  return std::isnan(value) ? 0x7FFFFFFFu : (__float_as_uint(value) + 0x1000u) & ~0x1FFFu;
-}
-#endif
 // The float next to a sum toward zero, as tensor cores round.
 inline float toward_zero(double sum) {
   const float found = (float)sum;
   const bool beyond = std::isfinite(found) && std::fabs((double)found) > std::fabs(sum);
   return beyond ? std::nextafterf(found, 0.0f) : found;
-}
-// mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32: D += A B; the unit ignores the low 13 bits.
-inline void mma_tf32(float* d, const unsigned* a, const unsigned* b) {
-  struct Fragment {
-    unsigned a[4], b[2];
-  };
-  const auto of = fibres::of_warp(Fragment{{a[0], a[1], a[2], a[3]}, {b[0], b[1]}}, -3);
-  auto cut = [](unsigned bits) { return __uint_as_float(bits & ~0x1FFFu); };
-  const int group = fibres::lane() >> 2, quarter = fibres::lane() & 3;
-  for (int r = 0; r < 4; ++r) {
-    const int row = group + (r >> 1) * 8, column = quarter * 2 + (r & 1);
-    double sum = d[r];
-    for (int k = 0; k < 8; ++k)
-      sum += (double)cut(of[(row & 7) * 4 + (k & 3)].a[(row >> 3) + 2 * (k >> 2)]) *
-             cut(of[column * 4 + (k & 3)].b[k >> 2]);
-    d[r] = toward_zero(sum);
-  }
 }
 // cvt.rn.f16.f32 of two numbers.
 inline unsigned two_halves(float low, float high) {
@@ -357,6 +334,16 @@ inline void load_turned(unsigned* found, Place row) {
     found[m] = parts[0] | (unsigned)parts[1] << 16;
   }
 }
+// ldmatrix.x4: as above, but lane l receives columns 2 (l % 4) and the next of row l / 4.
+inline void load_rows(unsigned* found, Place row) {
+  const auto of = fibres::of_warp(aligned_place(row, 16, "misaligned matrix"), -17);
+  const int lane = fibres::lane();
+  for (int m = 0; m < 4; ++m) std::memcpy(&found[m], (char*)of[8 * m + lane / 4] + 4 * (lane % 4), 4);
+}
+inline void store_two(Place to, unsigned a, unsigned b) {
+  const unsigned both[2] = {a, b};
+  std::memcpy((void*)aligned_place(to, 8, "misaligned store"), both, 8);
+}
 // cp.async of 16 bytes; zeros where `there` is false.
 inline void copy_16_async(Place to, const void* from, bool there) {
   aligned_place(to, 16, "misaligned copy");
@@ -366,12 +353,6 @@ inline void copy_16_async(Place to, const void* from, bool there) {
   if (!fibres::warp_by_warp) own.copies.push_back({place, there ? from : nullptr, 16, own.committed});
   else if (there) std::memcpy(place, from, 16);
   else std::memset(place, 0, 16);
-}
-// cp.async of four bytes; zeros where `there` is false.
-inline void copy_async(float* to, const float* from, bool there) {
-  fibres::Fibre& own = fibres::all[fibres::current];
-  if (fibres::warp_by_warp) *to = there ? *from : 0.0f;
-  else own.copies.push_back({to, there ? from : nullptr, 4, own.committed});
 }
 inline void commit_copies() { ++fibres::all[fibres::current].committed; }
 template <int PENDING> void wait_for_copies() { fibres::land(PENDING); }

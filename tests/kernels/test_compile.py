@@ -20,8 +20,8 @@ WITHOUT_TENSOR_CORES = ("sm_70", "sm_75")
 each_source = pytest.mark.parametrize("name", MACROS)
 
 
-def has_kernels(name: str, options: tuple[str, ...], architecture: str) -> bool:
-    tensor_cores = name == "pair_products" or {"-DSPLIT=1", "-DSPLIT=3"}.intersection(options)
+def has_kernels(name: str, architecture: str) -> bool:
+    tensor_cores = name in ("pair_products", "pair_rows")
     return not (tensor_cores and architecture in WITHOUT_TENSOR_CORES)
 
 
@@ -40,7 +40,7 @@ def test_no_kernel_variant_spills_registers(name: str) -> None:
     for architecture in nvrtc.ARCHITECTURES:
         for options in variants(name):
             listed_resources = table[compile_kernels.entry(options, architecture)]
-            assert bool(listed_resources) == has_kernels(name, options, architecture), (
+            assert bool(listed_resources) == has_kernels(name, architecture), (
                 options,
                 architecture,
             )
@@ -54,7 +54,7 @@ def test_no_kernel_variant_spills_registers(name: str) -> None:
 @each_source
 def test_compiler_reproduces_table_entry(name: str) -> None:
     """Of one variant, chosen by the source itself: another change, another variant."""
-    asked = [(o, a) for a in nvrtc.ARCHITECTURES for o in variants(name) if has_kernels(name, o, a)]
+    asked = [(o, a) for a in nvrtc.ARCHITECTURES for o in variants(name) if has_kernels(name, a)]
     options, architecture = asked[int(compile_kernels.fingerprint(name), 16) % len(asked)]
     if not nvrtc.installed(architecture):
         pytest.skip("no NVRTC for this architecture; install the extra 'nvrtc'")
@@ -69,7 +69,9 @@ def test_compiler_reproduces_table_entry(name: str) -> None:
 PRODUCT_CYCLES = 6.4
 
 
-@pytest.mark.parametrize("variant", compile_kernels.loops("pair_products"))
+@pytest.mark.parametrize(
+    "variant", [name for name in compile_kernels.loops("pair_products") if "PRODUCTS=3" in name]
+)
 def test_products_of_pairs_are_bound_by_tensor_cores(variant: str) -> None:
     """A kernel that split numbers in its loop had 938 cycles of integers for 307 of products."""
     *inner, outer = compile_kernels.loops("pair_products")[variant]["pair_products"]
@@ -83,6 +85,24 @@ def test_products_of_pairs_are_bound_by_tensor_cores(variant: str) -> None:
     assert tensor >= 8 * copies > 0
     assert not any(loop.narrow_copies or loop.wide_loads or loop.narrow_loads for loop in passes)
     assert not any(loop.local for loop in passes)
+
+
+@pytest.mark.parametrize(
+    "variant",
+    [
+        name
+        for name in compile_kernels.loops("pair_rows")
+        if "-DSIDE=2 -DPRODUCTS=3 -DINPUT=0" in name
+    ],
+)
+def test_products_of_rows_are_bound_by_tensor_cores(variant: str) -> None:
+    """Each number is converted once for 128 products; 12 reads are those of two kinds of blocks."""
+    *_, loop = compile_kernels.loops("pair_rows")[variant]["pair_rows"]
+    assert loop.tensor == 2 * 48  # two passes of 16 positions
+    assert loop.instructions < PRODUCT_CYCLES * loop.tensor
+    assert 2 * loop.integer < 0.6 * PRODUCT_CYCLES * loop.tensor
+    assert loop.wide_loads + loop.narrow_loads <= 12
+    assert loop.wide_copies == loop.narrow_copies == loop.local == 0
 
 
 # Kernels that read whole arrays.
@@ -110,7 +130,7 @@ def test_readers_of_arrays_read_16_bytes_at_a_time(
 def test_disassembler_reproduces_loops() -> None:
     if nvrtc.disassembler() is None or not nvrtc.installed("sm_90"):
         pytest.skip("no nvdisasm; install the extra 'nvrtc'")
-    options = ("-DCOLUMNS=2",)
+    options = ("-DCOLUMNS=2", "-DPRODUCTS=3")
     known = compile_kernels.loops("pair_products")[compile_kernels.entry(options, "sm_90")]
     assert nvrtc.loops("pair_products", options, "sm_90") == known
 

@@ -4,6 +4,9 @@ The tensor cores of the shim cut sums toward zero, as those of a device do. Othe
 kernels on tensor cores are in ``test_patch_moments``.
 """
 
+from collections.abc import Callable
+from math import prod
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -11,6 +14,7 @@ import pytest
 from kfac_engine.backend.channel_groups import Accumulation
 from kfac_engine.backend.cuda.gram import PatchMoments
 from kfac_engine.backend.window import Window
+from kfac_engine.kernels.tuned import PATCHES, PIXELS, ROWS, Choice, shape_key
 from tests.backend.geometries import Case
 from tests.cuda_on_cpu.device import ShimDevice
 from tests.cuda_on_cpu.module import ORDERS, compiler
@@ -21,14 +25,21 @@ from tests.nightly import nightly_but
 pytestmark = pytest.mark.skipif(compiler() is None, reason="needs g++ to run kernels on the CPU")
 
 SUM = Accumulation(homogeneous=False, alpha=1.0, beta=0.0)
-# Odd and even numbers of tiles of a tap; one tap, and patches with and without strides.
+# Odd and even numbers of tiles of a tap, and channels that leave part of a tile empty; one tap, and
+# patches with and without strides.
 LAYERS = [
     square(4, 3, 1, 64),
     square(3, 1, 0, 128, n=3),
     Case(Window((3, 2), (2, 1), (1, 2), (1, 0), (0, 2)), 2, 128, (5, 6)),
     square(5, 1, 0, 192, n=2),
     square(3, 2, 1, 64, n=2, axes=3),
+    square(5, 3, 1, 40),
+    Case(Window((7, 7), (2, 2), (1, 1), (3, 3), (3, 3)), 2, 3, (9, 8)),
+    Case(Window((), (), (), (), ()), 70, 90, ()),
+    square(6, 1, 0, 70, n=3),
 ]
+# More than half of the scratch memory as pairs: by another kernel.
+LARGE = square(SCRATCH // 500 + 1, 1, 0, 3, axes=1)
 EACH_CALL = ["find_peaks", "write_pairs", "pair_products", "assemble_moments"]
 
 
@@ -52,6 +63,41 @@ def moment(x: np.ndarray, case: Case, order: str = "forward") -> np.ndarray:
     return out
 
 
+def channels_last(x: np.ndarray) -> np.ndarray:
+    return np.moveaxis(np.ascontiguousarray(np.moveaxis(x, 1, -1)), -1, 1)
+
+
+@pytest.mark.parametrize("layout", [np.asarray, channels_last])
+@pytest.mark.parametrize("way", [ROWS, PIXELS, PATCHES])
+@pytest.mark.parametrize("case", LAYERS, ids=str)
+def test_each_way_equals_definition(case: Case, way: str, layout: Callable) -> None:
+    x = layout(images(case))
+    positions = case.n * prod(case.window.output_shape(case.sides))
+    key = shape_key(case.window.taps, case.channels, positions)
+    moments = PatchMoments(ShimDevice("shuffled"), SCRATCH, 3, {key: Choice(way, 8)})
+    if way not in moments.ways(x, case.window):
+        pytest.skip("these images have no such way")
+    out = empty(case, bias=True)
+    moments.add(x, case.window, out, Accumulation(True, 1.0, 0.0))
+    np.testing.assert_array_equal(out, out.T)
+    assert error(out, truth(case, x, True)) < TOLERANCES[3]
+
+
+def test_cheaper_way_is_the_default() -> None:
+    """Patches are copied for few channels, for which tiles of one tap are mostly empty."""
+
+    def default(case: Case) -> str:
+        x = np.lib.stride_tricks.as_strided(
+            np.zeros(1, np.float32), (case.n, case.channels, *case.sides), (0, 0, 0, 0)
+        )
+        return PatchMoments(ShimDevice(), 1 << 30, 3).ways(x, case.window)[0]
+
+    stem = Case(Window((7, 7), (2, 2), (1, 1), (3, 3), (3, 3)), 32, 3, (224, 224))
+    halved = Case(Window((1, 1), (2, 2), (1, 1), (0, 0), (0, 0)), 32, 256, (56, 56))
+    assert [default(case) for case in (stem, halved)] == [PATCHES, PATCHES]
+    assert [default(square(28, 3, 1, channels, n=32)) for channels in (32, 96, 128)] == [PIXELS] * 3
+
+
 @pytest.mark.parametrize("order", ORDERS)
 def test_layers_share_launches(order: str) -> None:
     device = ShimDevice(order)
@@ -65,7 +111,7 @@ def test_layers_share_launches(order: str) -> None:
         assert error(out, 0.5 * truth(case, images(case), True)) < TOLERANCES[3]
     # A launch for each width of blocks; biases are sums of each layer.
     launched = [name for name in device.launched if name not in ("sum_images", "border_moment")]
-    assert launched == [*EACH_CALL[:2], "pair_products", *EACH_CALL[2:]]
+    assert launched == [*EACH_CALL[:2], *2 * ["pair_products"], "pair_rows", "assemble_moments"]
 
 
 @pytest.mark.parametrize("scratch", [64 << 10, 70 << 10])
@@ -96,23 +142,23 @@ def test_batch_above_scratch_memory_is_divided() -> None:
 def test_second_sum_into_one_matrix_waits_for_the_first() -> None:
     case = square(3, 1, 0, 64, n=2)
     moments, out = PatchMoments(ShimDevice(), SCRATCH, 3), empty(case)
-    unaligned = square(4, 2, 0, 16)  # by another kernel, into the same matrix
+    large = LARGE._replace(channels=64)
     with moments.gathered():
         moments.add(images(case, 0), case.window, out, SUM)
         moments.add(images(case, 1), case.window, out, Accumulation(False, 1.0, 0.5))
-        moments.add(images(unaligned), unaligned.window, out, Accumulation(False, 1.0, 2.0))
+        moments.add(images(large), large.window, out, Accumulation(False, 1.0, 2.0))
     first, second = (truth(case, images(case, seed), False) for seed in range(2))
-    wanted = 2.0 * (0.5 * first + second) + truth(unaligned, images(unaligned), False)
+    wanted = 2.0 * (0.5 * first + second) + truth(large, images(large), False)
     assert error(out, wanted) < TOLERANCES[3]
 
 
 def test_layers_of_other_kernels_do_not_divide_a_group() -> None:
-    case, unaligned = square(3, 1, 0, 64), square(4, 1, 0, 16)
+    case = square(3, 1, 0, 64)
     device = ShimDevice()
     moments = PatchMoments(device, SCRATCH, 3)
-    outs = [empty(each) for each in (case, unaligned, case)]
+    outs = [empty(each) for each in (case, LARGE, case)]
     with moments.gathered():
-        for each, out in zip((case, unaligned, case), outs, strict=True):
+        for each, out in zip((case, LARGE, case), outs, strict=True):
             moments.add(images(each), each.window, out, SUM)
     assert device.launched == ["patch_products", "assemble_moment", *EACH_CALL]
 
@@ -132,10 +178,11 @@ def test_error_keeps_old_matrices() -> None:
     assert not out.any()
 
 
-def test_whole_batch_has_float32_accuracy() -> None:
+@pytest.mark.parametrize("layout", [np.asarray, channels_last])
+def test_whole_batch_has_float32_accuracy(layout: Callable) -> None:
     """Sums that tensor cores cut would have an error of 1.3e-5 at 1600 positions."""
     case = square(40, 1, 0, 64, n=2)
-    x = images(case) + np.float32(2.0)  # the cuts of all sums have one sign
+    x = layout(images(case) + np.float32(2.0))  # the cuts of all sums have one sign
     assert error(moment(x, case), truth(case, x, False)) < 4e-7
 
 
@@ -192,7 +239,7 @@ MISTAKES = {
         "now",
     ),
     "rows of matrices in other banks": ("pair_products", "from_a + now ^ i * 32", "from_a + now"),
-    "no product of low parts": ("pair_products", "mma_half(sum, high_a, low_b[j], sum);", ""),
+    "no product of low parts": ("pair_products", "mma_half(sum, high_a, low_b, sum);", ""),
     "no carry to the next image": ("pair_products", "image += all.images + carry;", ""),
     "positions of the next job": ("pair_products", "counts = p < all.end", "counts = true"),
     "a pixel beside the image": (
@@ -201,12 +248,40 @@ MISTAKES = {
         "<= (unsigned)all.shape[2]",
     ),
     "scales of the rows only": ("pair_products", "rows[r] + columns[c]", "2 * rows[r]"),
-    "low parts of other numbers": ("pair_stage", "a - half_to_float", "b - half_to_float"),
+    "low parts of other numbers": ("pair_stage", "low - half_to_float", "high - half_to_float"),
+    "no barrier before the reads": ("pair_stage", "__syncthreads();\n  // Adjacent", "// Adjacent"),
+    "a peak of every other pixel": ("pair_stage", "8 % pixels;", "16 % pixels;"),
+    "a peak of one of four pixels": ("pair_stage", "j < 4; ++j) most", "j < 1; ++j) most"),
+    "no barrier before the peaks of warps": (
+        "pair_stage",
+        "__syncthreads();\n    for (int i = 0; i < 8",
+        "for (int i = 0; i < 8",
+    ),
     "no barrier before the turned tile": (
         "pair_stage",
         "__syncthreads();\n  #pragma unroll\n  for (int i = 0; i < 2",
         "#pragma unroll\n  for (int i = 0; i < 2",
     ),
+    "no barrier between stages of rows": (
+        "pair_rows",
+        "__syncthreads();\n  }\n  const int number",
+        "}\n  const int number",
+    ),
+    "a stage of rows that is still read": ("pair_rows", "now ^= STAGE;", ""),
+    "no barrier before the scales": (
+        "pair_rows",
+        "__syncthreads();\n\n  FourScalars",
+        "FourScalars",
+    ),
+    "columns of other tiles": ("pair_rows", "(same ? 0 : SIDE * SLOT)", "0"),
+    "rows of the first image": ("pair_rows", "image += over ? image_stride : 0;", ""),
+    "positions after the last": ("pair_rows", "if (p < end && channel", "if (channel"),
+    "scales of one feature": (
+        "pair_rows",
+        "all.scales[i * STEP + feature]",
+        "all.scales[i * STEP]",
+    ),
+    "peaks of the first images": ("pair_rows", "piece < layer->pieces", "piece < 1"),
     "largest magnitude of the first images": ("pair_stage", "piece < layer.pieces", "piece < 1"),
 }
 
@@ -222,9 +297,18 @@ def test_mutated_kernel_gives_wrong_result(mistake: str) -> None:
     worst = 0.0
     # Several stages with full blocks over images that grow, and taps beside the image.
     beside = Window((2, 2), (2, 2), (1, 1), (0, 0), (1, 1))
-    for case in (square(5, 1, 0, 128, n=6), Case(beside, 2, 64, (3, 3))):
+    growing = [(square(5, 1, 0, 128, n=6), False), (Case(beside, 2, 64, (3, 3)), False)]
+    if name == "pair_stage":
+        growing += [(square(4, 1, 0, 20, n=5), last) for last in (False, True)]
+    if name == "pair_rows":
+        growing = [(square(6, 1, 0, 256, n=3), False), (square(6, 1, 0, 130, n=3), False)]
+    for case, last in growing:
         x = images(case) * np.geomspace(1, 1e9, case.n)[:, None, None, None].astype(np.float32)
         x *= np.geomspace(1, 1e3, case.channels, dtype=np.float32)[:, None, None]
+        x *= np.geomspace(1, 1e3, x[0, 0].size, dtype=np.float32).reshape(x.shape[2:])
+        # Behind the images lie others, so that reading too far shows.
+        x = np.concatenate([x, np.ones_like(x)])
+        x = (channels_last(x) if last else x)[: case.n]
         wanted = truth(case, x, False)
         for order in ORDERS:
             out = empty(case)

@@ -11,7 +11,7 @@ from kfac_engine.backend.cuda.gram import PatchMoments, plan
 from kfac_engine.backend.window import Window
 from kfac_engine.errors import ShapeError
 from kfac_engine.kernels.moments import TILE
-from kfac_engine.kernels.tuned import PATCH_BLOCKS
+from kfac_engine.kernels.tuned import BLOCKS, UNITS
 from tests.backend.geometries import CORNERS, STRIDE_ONE, STRIDED, Case
 from tests.backend.truths import moment, patches
 from tests.cuda_on_cpu.device import ShimDevice
@@ -22,8 +22,8 @@ pytestmark = pytest.mark.skipif(compiler() is None, reason="needs g++ to run ker
 SCRATCH = 4 << 20
 ALPHA, BETA = 0.1, 0.9
 
-# Float32 sums of products of standard normal numbers, relative to the largest entry. Two TF32
-# numbers hold 22 of float32's 24 bits; one holds 11.
+# Float32 sums of products of standard normal numbers, relative to the largest entry. Two numbers of
+# half precision hold 22 of float32's 24 bits; one holds 11.
 TOLERANCES = {0: 1e-6, 3: 1e-6, 1: 2e-3}
 
 
@@ -58,7 +58,7 @@ def truth(case: Case, x: np.ndarray, homogeneous: bool) -> np.ndarray:
 def check(
     case: Case,
     *,
-    split: int = 0,
+    products: int = 0,
     order: str = "forward",
     homogeneous: bool = True,
     dtype: type = np.float32,
@@ -77,37 +77,39 @@ def check(
     if beta == 0:
         out[...] = np.nan
     device = ShimDevice(order, processors)
-    PatchMoments(device, scratch, split).add(
+    PatchMoments(device, scratch, products).add(
         x, case.window, out, Accumulation(homogeneous, ALPHA, beta)
     )
     np.testing.assert_array_equal(out, out.T)
-    np.testing.assert_allclose(out, wanted, rtol=0, atol=TOLERANCES[split] * np.abs(wanted).max())
+    np.testing.assert_allclose(
+        out, wanted, rtol=0, atol=TOLERANCES[products] * np.abs(wanted).max()
+    )
     return device
 
 
 @pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("split", TOLERANCES)
+@pytest.mark.parametrize("products", TOLERANCES)
 @pytest.mark.parametrize("case", [*UNTILED, *TILED[:1]], ids=str)
-def test_patch_moment_is_independent_of_thread_order(case: Case, split: int, order: str) -> None:
-    check(case, split=split, order=order)
+def test_patch_moment_is_independent_of_thread_order(case: Case, products: int, order: str) -> None:
+    check(case, products=products, order=order)
 
 
 @pytest.mark.parametrize("case", [*TILED, *RANDOM], ids=str)
-@pytest.mark.parametrize("split", [0, 3])
-def test_patch_moment_equals_definition_for_any_geometry(case: Case, split: int) -> None:
-    check(case, split=split)
+@pytest.mark.parametrize("products", [0, 3])
+def test_patch_moment_equals_definition_for_any_geometry(case: Case, products: int) -> None:
+    check(case, products=products)
 
 
 @pytest.mark.parametrize("case", [TILED[0], UNTILED[0]], ids=str)
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
-@pytest.mark.parametrize("split", [0, 3])
-def test_half_precision_is_accumulated_in_float32(case: Case, dtype: type, split: int) -> None:
-    check(case, dtype=dtype, split=split)
+@pytest.mark.parametrize("products", [0, 3])
+def test_half_precision_is_accumulated_in_float32(case: Case, dtype: type, products: int) -> None:
+    check(case, dtype=dtype, products=products)
 
 
 @pytest.mark.parametrize("case", [TILED[0], UNTILED[0]], ids=str)
 def test_images_may_have_any_strides(case: Case) -> None:
-    check(case, strides="channels last", split=3)
+    check(case, strides="channels last", products=3)
 
 
 def test_zero_beta_overwrites_nan() -> None:
@@ -115,12 +117,14 @@ def test_zero_beta_overwrites_nan() -> None:
 
 
 @pytest.mark.parametrize("bad", [np.nan, -np.nan, np.inf])
-@pytest.mark.parametrize("split", TOLERANCES)
-def test_moment_of_nan_or_infinity_is_not_finite(bad: float, split: int) -> None:
+@pytest.mark.parametrize("products", TOLERANCES)
+def test_moment_of_nan_or_infinity_is_not_finite(bad: float, products: int) -> None:
     case = square(3, 1, 0, 64)
     x, out = case.images(seed=1).astype(np.float32), np.zeros((64, 64), np.float32)
     x[0, 5, 1, 1] = bad
-    PatchMoments(ShimDevice(), SCRATCH, split).add(x, case.window, out, Accumulation(False, 1, 0))
+    PatchMoments(ShimDevice(), SCRATCH, products).add(
+        x, case.window, out, Accumulation(False, 1, 0)
+    )
     assert not np.isfinite(out[5, 5])
     assert np.isfinite(out[:5, :5]).all()
 
@@ -136,7 +140,7 @@ def test_small_scratch_memory_gives_several_passes(scratch: int) -> None:
 
 
 def test_images_above_scratch_memory_are_not_copied_as_pairs() -> None:
-    device = check(TILED[0], split=3, scratch=1, homogeneous=False)
+    device = check(TILED[0], products=3, scratch=1, homogeneous=False)
     assert set(device.launched) == {"patch_products", "assemble_moment"}
 
 
@@ -148,7 +152,7 @@ def test_positions_are_split_for_many_processors() -> None:
 
 
 def passes(case: Case, processors: int = 100, scratch: int = SCRATCH) -> tuple:
-    blocks = processors * PATCH_BLOCKS[0]
+    blocks = processors * BLOCKS[UNITS][0]
     return plan(case.window, case.n, case.channels, case.sides, blocks, scratch)
 
 

@@ -52,28 +52,28 @@ class Recorder:
         return np.empty(shape, dtype)
 
 
-def images(channels: int, dtype: type, *, last: bool) -> np.ndarray:
+def images(channels: int, dtype: type, *, last: bool, side: int = 3) -> np.ndarray:
     """Images with channels beside each other in memory, or pixels."""
-    found = np.zeros((2, channels, 3, 3), dtype)
+    found = np.zeros((2, channels, side, side), dtype)
     return np.moveaxis(np.ascontiguousarray(np.moveaxis(found, 1, -1)), -1, 1) if last else found
 
 
 def launch_patches(device: Recorder) -> None:
     # Channels that fill tiles, and that leave part of one empty.
-    for channels, split, dtype in product((20, 64), (0, 1, 3), COMPUTED):
-        moments = PatchMoments(device, SCRATCH, split)
+    for channels, products, dtype in product((20, 64), (0, 1, 3), COMPUTED):
+        moments = PatchMoments(device, SCRATCH, products)
         scales = {"alpha": 1, "beta": 0}
         for last in (False, True):
             x = images(channels, dtype, last=last)
             out = np.empty((channels + 1,) * 2, np.float32)
             moments.add(x, ONE, out, Accumulation(True, **scales))
             moments.add_squares(x, ONE, np.empty(channels, np.float32), **scales)
-    # Images that do not fit the scratch memory as pairs.
-    for dtype in COMPUTED:
-        x, out = images(64, dtype, last=False), np.empty((64, 64), np.float32)
-        PatchMoments(device, 1, 3).add(x, ONE, out, Accumulation(False, **scales))
-    x, out = images(128, np.float32, last=False), np.empty((128, 128), np.float32)
-    PatchMoments(device, SCRATCH, 3).add(x, ONE, out, Accumulation(False, **scales))
+    # Images that are copied as pairs, and others that are read by rows.
+    each = product((3, 6), (64, 128), (1, 3), COMPUTED)
+    for side, channels, products, dtype in each:
+        x = images(channels, dtype, last=False, side=side)
+        out = np.empty((channels, channels), np.float32)
+        PatchMoments(device, SCRATCH, products).add(x, ONE, out, Accumulation(False, **scales))
     mirror(device, np.empty((5, 5), np.float32))
     for dtype in (*COMPUTED, np.float64):
         x = images(4, dtype, last=False)

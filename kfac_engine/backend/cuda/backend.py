@@ -36,8 +36,8 @@ SCRATCH_BYTES = 256 << 20
 # Element types for which the kernels accumulate in float32.
 _COMPUTED = frozenset({"float32", "float16", "bfloat16"})
 
-# Number of TF32 products for each float32 product, which gives float32 accuracy on tensor cores.
-_SPLIT = 3
+# Number of products of tensor cores for each float32 product, which gives float32 accuracy.
+_PRODUCTS = 3
 
 
 class CupyBackend:
@@ -46,9 +46,9 @@ class CupyBackend:
     Args:
         device: The GPU; by default the current GPU.
         scratch_bytes: Bound of the scratch memory of one operation.
-        split: Number of TF32 products for each float32 product of patches on tensor cores: 3 has
-            float32 accuracy, 1 does not, 0 uses FP32 units. By default 3 on devices with tensor
-            cores for TF32, else 0.
+        products: Number of products of tensor cores for each float32 product of a second moment: 3
+            has float32 accuracy, 1 has 11 bits, 0 uses FP32 units. By default 3 on devices with
+            tensor cores for TF32, else 0.
 
     Attributes:
         tf32: Whether products round float32 operands to TF32.
@@ -64,17 +64,17 @@ class CupyBackend:
         device: CupyDevice | None = None,
         *,
         scratch_bytes: int = SCRATCH_BYTES,
-        split: int | None = None,
+        products: int | None = None,
     ) -> None:
         self.device = device or CupyDevice()
         self.scratch_bytes = scratch_bytes
-        if split is None or not self.device.tensor_cores:
-            split = _SPLIT if self.device.tensor_cores else 0
-        self.tf32 = split == 1
+        if products is None or not self.device.tensor_cores:
+            products = _PRODUCTS if self.device.tensor_cores else 0
+        self.tf32 = products == 1
         self._many = CupyManyArrays(self.device)
         self._linalg = CupyLinearAlgebra(self.device, scratch_bytes)
         fastest = tuned(self.device.architecture)
-        self._moments = PatchMoments(self.device, scratch_bytes, split, fastest)
+        self._moments = PatchMoments(self.device, scratch_bytes, products, fastest)
         self._groups = GroupProducts(self.device, scratch_bytes)
 
     @property
@@ -155,8 +155,10 @@ class CupyBackend:
         beta: float = 0.0,
     ) -> None:
         axis = feature_axis % x.ndim
-        if axis != x.ndim - 1 and out.dtype == np.float32 and x.dtype != np.float64:
-            # The kernel reads channels-first data, such as images, in place.
+        self._check_out(out, x.shape[axis] + homogeneous)
+        is_single = out.dtype == np.float32 and x.dtype != np.float64
+        # The kernels read images in place; without tensor cores, cuBLAS multiplies rows faster.
+        if is_single and (axis != x.ndim - 1 or self._moments.products):
             images = _as_images(x, axis)
             window = pointwise(images.ndim - 2)
             self.patch_second_moment(
@@ -164,7 +166,6 @@ class CupyBackend:
             )
             return
         rows = self.xp.moveaxis(x, axis, -1).reshape(-1, x.shape[axis])
-        self._check_out(out, rows.shape[1] + homogeneous)
         self._add_rows(rows, out, Accumulation(homogeneous, alpha, beta))
 
     def mirror(self, moment: Array) -> None:

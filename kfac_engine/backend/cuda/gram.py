@@ -10,17 +10,9 @@ import numpy as np
 
 from kfac_engine._types import Array
 from kfac_engine.backend.channel_groups import Accumulation, check_group_shape
+from kfac_engine.backend.cuda import recipes
 from kfac_engine.backend.cuda.pair_moments import PairMoments
-from kfac_engine.backend.cuda.recipes import (
-    MOST_POSITIONS,
-    Product,
-    Recipe,
-    Terms,
-    fitting,
-    image_geometry,
-    piece_length,
-    recipe_for,
-)
+from kfac_engine.backend.cuda.recipes import MOST_POSITIONS, Product, Recipe, Terms, image_geometry
 from kfac_engine.backend.window import Window, pointwise
 from kfac_engine.errors import ShapeError
 from kfac_engine.kernels.geometry import AXES, JOB, SUM, Geometry, grid_struct, words
@@ -28,7 +20,7 @@ from kfac_engine.kernels.groups import Groups, add_group_moments, add_squares
 from kfac_engine.kernels.launch import Device
 from kfac_engine.kernels.moments import TILE, Pass, Scales, add_products
 from kfac_engine.kernels.patches import add_border, add_patch_squares
-from kfac_engine.kernels.tuned import PATCH_BLOCKS, Choices, choices, shape_key
+from kfac_engine.kernels.tuned import UNITS, Choice, Choices, choices, shape_key
 
 # Least number of positions of a block. With fewer positions, the start of the block dominates.
 _SHORTEST = 512
@@ -48,12 +40,12 @@ def plan(
     Each pass computes different tiles. The products are divided into ``blocks`` pieces or less.
     ``scratch_bytes`` bounds the partial results of a pass.
     """
-    recipe = recipe_for(window, images, channels, spatial_shape)
+    recipe = recipes.recipe_for(window, images, channels, spatial_shape)
     needed = {part for terms in recipe.terms.values() for part, _ in terms}
     total = sum(images * recipe.positions(part.grid) for part in needed)
-    length = piece_length(total, blocks, _SHORTEST, _DEPTH)
+    length = recipes.piece_length(total, blocks, _SHORTEST, _DEPTH)
     capacity = max(1, scratch_bytes // (TILE**2 * 4))
-    groups = fitting(recipe, images, length, capacity)
+    groups = recipes.fitting(recipe, images, length, capacity)
     return tuple(_pass(recipe, images, length, group) for group in groups)
 
 
@@ -62,7 +54,7 @@ def _pass(recipe: Recipe, images: int, length: int, group: Terms) -> Pass:
     pieces: dict[Product, range] = {}
     sums: list[tuple[int, ...]] = []
     sources: list[int] = []
-    for (row, column), terms in group.items():
+    for tile, terms in group.items():
         begin = len(sources)
         for part, minus in terms:
             if part not in pieces:
@@ -71,10 +63,10 @@ def _pass(recipe: Recipe, images: int, length: int, group: Terms) -> Pass:
                 pieces[part] = range(len(jobs), len(jobs) + len(cuts))
                 jobs += [(*part, cut, min(cut + length, stop)) for cut in cuts]
             sources += [~index if minus else index for index in pieces[part]]
-        sums.append((row, column, begin, len(sources), 0))
+        sums.append(recipe.sum_row(tile, begin, len(sources)))
     grids = np.concatenate([grid_struct(*box) for box in recipe.grids])
     return Pass(
-        recipe.aligned,
+        recipe.width % TILE == 0,
         grids,
         np.array(jobs, JOB),
         np.array(sums, SUM),
@@ -85,23 +77,23 @@ def _pass(recipe: Recipe, images: int, length: int, group: Terms) -> Pass:
 class PatchMoments:
     """Computes Gram matrices of patches on one device, with one plan for each geometry.
 
-    ``scratch_bytes`` bounds the partial results of one pass, and may be changed. ``split`` is the
-    number of TF32 products for each float32 product on tensor cores: 3 has float32 accuracy, 1 does
-    not, 0 uses FP32 units. With 3, channels that are a multiple of 64 take the way of
-    ``PairMoments``, unless ``tuned`` has another choice for the shape.
+    ``scratch_bytes`` bounds the partial results of one pass, and may be changed. ``products`` is
+    the number of products of tensor cores for each float32 product: 3 has float32 accuracy, 1 has
+    11 bits, and 0 uses FP32 units. ``tuned`` has choices of ways by shape; by default the model of
+    ``PairMoments`` chooses. Images that do not fit the scratch memory use FP32 units.
     """
 
     def __init__(
         self,
         device: Device,
         scratch_bytes: int,
-        split: int,
+        products: int,
         tuned: Choices = MappingProxyType({}),
     ) -> None:
         self._device = device
         self.scratch_bytes = scratch_bytes
-        self._split, self._tuned = split, tuned
-        self._pairs = PairMoments(device)
+        self.products, self._tuned = products, tuned
+        self._pairs = PairMoments(device, products)
         self._plans: dict[tuple[object, ...], tuple[Pass, ...]] = {}
         self._geometries: dict[tuple[object, ...], Geometry] = {}
 
@@ -119,22 +111,26 @@ class PatchMoments:
                 f"does not fit a matrix of shape {out.shape}."
             )
         outputs = window.output_shape(x.shape[2:])
-        default, *_ = choices(pairs=self.may_use_pairs(x, window))
-        key = shape_key(window.taps, x.shape[1], len(x) * prod(outputs))
-        choice = self._tuned.get(key, default)
-        if choice.pairs and default.pairs:
-            self._pairs.add(x, window, out, how, self.scratch_bytes, choice.blocks)
+        choice = self._choice(x, window)
+        if choice.way != UNITS:
+            self._pairs.add(x, window, out, how, self.scratch_bytes, choice)
             return
         self.settle(out)
-        blocks = PATCH_BLOCKS[0] if choice.pairs else choice.blocks
         most = max(1, MOST_POSITIONS // prod(outputs))
         for start in range(0, len(x), most):
-            self._add(x[start : start + most], window, out, how, blocks)
+            self._add(x[start : start + most], window, out, how, choice.blocks)
             how = how.of_others
 
-    def may_use_pairs(self, x: Array, window: Window) -> bool:
-        """Return whether ``PairMoments`` computes the Gram matrix with float32 accuracy."""
-        return self._split == 3 and self._pairs.takes(x, window, self.scratch_bytes)
+    def ways(self, x: Array, window: Window) -> tuple[str, ...]:
+        """Return the ways to multiply patches, the default first; see ``kernels/tuned.py``."""
+        pairs = self._pairs.ways(x, window, self.scratch_bytes) if self.products else ()
+        return pairs or (UNITS,)
+
+    def _choice(self, x: Array, window: Window) -> Choice:
+        positions = len(x) * prod(window.output_shape(x.shape[2:]))
+        ways = self.ways(x, window)
+        choice = self._tuned.get(shape_key(window.taps, x.shape[1], positions))
+        return choice if choice and choice.way in ways else choices(ways)[0]
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
@@ -164,7 +160,7 @@ class PatchMoments:
         passes = self._passes(window, len(x), x.shape[1], x.shape[2:], blocks)
         geometry = self.geometry(x, window)
         scales = Scales(window.taps * x.shape[1], how.alpha, how.beta)
-        add_products(self._device, x, out, geometry, passes, scales, self._split)
+        add_products(self._device, x, out, geometry, passes, scales)
         if how.homogeneous:
             add_border(self._device, x, out, geometry, scales)
 

@@ -15,28 +15,41 @@ import numpy.typing as npt
 
 from kfac_engine._types import Array
 from kfac_engine.backend.channel_groups import Accumulation
-from kfac_engine.backend.cuda.recipes import (
-    MOST_POSITIONS,
-    Product,
-    Recipe,
-    Terms,
-    fitting,
-    image_geometry,
-    piece_length,
-    recipe_for,
+from kfac_engine.backend.cuda import recipes
+from kfac_engine.backend.cuda.recipes import MOST_POSITIONS, Product, Recipe, Terms, image_geometry
+from kfac_engine.backend.window import Window, pointwise
+from kfac_engine.kernels.geometry import (
+    AXES,
+    PAIR_JOB,
+    SUM,
+    Geometry,
+    Struct,
+    grid_struct,
+    words,
 )
-from kfac_engine.backend.window import Window
-from kfac_engine.kernels.geometry import AXES, PAIR_JOB, SUM, Geometry, grid_struct, words
 from kfac_engine.kernels.launch import Device
 from kfac_engine.kernels.moments import TILE, Scales
-from kfac_engine.kernels.pairs import DEPTH, PairLayer, PairPass, add_pair_products
+from kfac_engine.kernels.pairs import (
+    DEPTH,
+    ROW_DEPTH,
+    PairLayer,
+    PairPass,
+    add_pair_products,
+    padded,
+)
 from kfac_engine.kernels.patches import add_border
+from kfac_engine.kernels.tuned import PATCHES, PIXELS, ROWS, Choice
 
 # Least number of positions of a block.
 _SHORTEST = 1024
 # Largest number of layers of a group: each block searches its layer.
 _MOST_LAYERS = 32
 _PAIR_BYTES = 4
+# Largest memory of the pairs of a layer, which kernels count in 32 bits.
+_MOST_BYTES = 2**32 - 1
+# Cost of a copied tile of 64 features at a position, in positions of a product of two tiles: 512
+# bytes at 3.6 TB/s take as long as 4 x 4096 multiplications at 100 T/s.
+_COPY = 4
 
 
 class _Moment(NamedTuple):
@@ -46,12 +59,13 @@ class _Moment(NamedTuple):
     window: Window
     out: Array
     how: Accumulation
-    blocks: int  # of each multiprocessor
+    choice: Choice
+    bytes: int  # of the images, or of their pairs if those need more
 
     @property
     def key(self) -> tuple[object, ...]:
         """What a plan depends on."""
-        return self.window, self.x.shape, self.blocks
+        return self.window, self.x.shape, self.choice
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,32 +73,57 @@ class _HostPass:
     """A ``PairPass`` of one layer, as arrays of the host."""
 
     grids: npt.NDArray[np.void]
-    jobs: Mapping[int, npt.NDArray[np.void]]
+    jobs: Mapping[tuple[str, int], npt.NDArray[np.void]]
     sums: npt.NDArray[np.void]
     sources: npt.NDArray[np.int32]
     parts: int
 
 
+class _Geometries(NamedTuple):
+    """The geometries of a ``PairLayer``."""
+
+    geometry: Geometry
+    copied: Geometry
+    taps: Struct | None
+
+
 class PairMoments:
     """Computes Gram matrices of patches on one device by pairs of half-precision numbers.
 
-    A quarter of ``scratch_bytes`` bounds the images that wait, and so their pairs; half bounds the
-    partial results. Of one layer alone, the pairs take up to half.
+    A quarter of ``scratch_bytes`` bounds the images that wait, and their pairs; half bounds the
+    partial results. Of one layer alone, the pairs take up to half. ``products`` is the number of
+    products of tensor cores for each product: 3 has float32 accuracy, 1 has 11 bits.
     """
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: Device, products: int) -> None:
         self._device = device
+        self._products = products
+        self._ways: dict[tuple[object, ...], tuple[str, ...]] = {}
         self._plans: dict[tuple[object, ...], tuple[_HostPass, ...]] = {}
         self._groups: dict[tuple[object, ...], tuple[PairPass, ...]] = {}
-        self._geometries: dict[tuple[object, ...], Geometry] = {}
+        self._geometries: dict[tuple[object, ...], _Geometries] = {}
         self._waiting: list[_Moment] = []
         self._gathers = False
 
-    def takes(self, x: Array, window: Window, scratch_bytes: int) -> bool:
-        """Return whether the kernels support images and a window."""
-        image = prod(x.shape[1:])
-        aligned = x.shape[1] % TILE == 0 and image > 0 and len(window.kernel) <= AXES
-        return aligned and _PAIR_BYTES * image <= scratch_bytes // 2
+    def ways(self, x: Array, window: Window, scratch_bytes: int) -> tuple[str, ...]:
+        """Return the ways to multiply that fit the scratch memory, the cheapest first."""
+        aligned = self._device.address(x) % (4 * x.itemsize) == 0
+        key = window, x.shape, x.strides, aligned, scratch_bytes
+        if key not in self._ways:
+            possible = x.size > 0 and len(window.kernel) <= AXES
+            applying = [
+                *([ROWS] if aligned and window.is_pointwise and _reads_rows(x) else []),
+                PIXELS,
+                *([] if window.is_pointwise else [PATCHES]),
+            ]
+            fitting = [
+                way
+                for way in applying
+                if possible and _image_bytes(way, window, x.shape) <= _most_bytes(scratch_bytes)
+            ]
+            costs = {way: _cost(way, window, x.shape) for way in fitting}
+            self._ways[key] = tuple(sorted(fitting, key=costs.__getitem__))
+        return self._ways[key]
 
     def add(
         self,
@@ -93,25 +132,27 @@ class PairMoments:
         out: Array,
         how: Accumulation,
         scratch_bytes: int,
-        blocks: int,
+        choice: Choice,
     ) -> None:
         """Compute ``out ← beta·out + alpha·Σ z zᵀ`` over all patches of all images, in place.
 
-        The arguments are as for ``PatchMoments.add``. ``blocks`` is the number of blocks for each
-        multiprocessor. Inside ``gathered``, the matrix is computed
-        later.
+        The arguments are as for ``PatchMoments.add``. ``choice`` has one of ``ways``. Inside
+        ``gathered``, the matrix is computed later.
         """
-        positions = prod(window.output_shape(x.shape[2:]))
-        image_bytes = _PAIR_BYTES * prod(x.shape[1:])
-        most = max(1, min(MOST_POSITIONS // max(1, positions), scratch_bytes // 2 // image_bytes))
+        positions = max(prod(window.output_shape(x.shape[2:])), prod(x.shape[2:]))
+        most = max(1, MOST_POSITIONS // positions)
+        copied = _image_bytes(choice.way, window, x.shape)
+        if copied:
+            most = max(1, min(most, _most_bytes(scratch_bytes) // copied))
+        # The images are held until then, and may be copies of images of the host.
+        image_bytes = max(copied, _PAIR_BYTES * prod(x.shape[1:]))
         for start in range(0, len(x), most):
             part = x[start : start + most]
-            # The images are held until then, and may be copies of images of the host.
-            entries = sum(moment.x.size for moment in self._waiting) + part.size
-            full = 4 * _PAIR_BYTES * entries > scratch_bytes
+            size = len(part) * image_bytes
+            full = 4 * (size + sum(moment.bytes for moment in self._waiting)) > scratch_bytes
             if full or self.awaits(out):
                 self.flush(scratch_bytes)
-            self._waiting.append(_Moment(part, window, out, how, blocks))
+            self._waiting.append(_Moment(part, window, out, how, choice, size))
             how = how.of_others
         if not self._gathers:
             self.flush(scratch_bytes)
@@ -162,10 +203,11 @@ class PairMoments:
             host = plans[0] if len(plans) == 1 else (_joined([plan[0] for plan in plans]),)
             self._groups[key] = tuple(self._uploaded(part) for part in host)
         layers = []
-        for x, window, out, how, _ in group:
-            scales = Scales(window.taps * x.shape[1], how.alpha, how.beta)
-            layers.append(PairLayer(x, out, self._geometry(x, window), scales))
-        add_pair_products(self._device, layers, self._groups[key])
+        for moment in group:
+            x, how = moment.x, moment.how
+            scales = Scales(moment.window.taps * x.shape[1], how.alpha, how.beta)
+            layers.append(PairLayer(x, moment.out, *self._geometries_of(moment), scales))
+        add_pair_products(self._device, layers, self._groups[key], self._products)
         for moment, layer in zip(group, layers, strict=True):
             if moment.how.homogeneous:
                 add_border(self._device, layer.x, layer.out, layer.geometry, layer.scales)
@@ -173,42 +215,51 @@ class PairMoments:
     def _plan(self, moment: _Moment, scratch_bytes: int) -> tuple[_HostPass, ...]:
         key = (scratch_bytes, *moment.key)
         if key not in self._plans:
-            images, channels, *spatial_shape = moment.x.shape
-            recipe = recipe_for(moment.window, images, channels, tuple(spatial_shape))
-            blocks = moment.blocks * self._device.processors
-            host = plan(recipe, images, channels, blocks, _capacity(scratch_bytes))
+            recipe = _recipe(moment.choice.way, moment.window, moment.x.shape)
+            blocks = moment.choice.blocks * self._device.processors
+            by_rows = moment.choice.way == ROWS
+            capacity = _capacity(scratch_bytes)
+            host = plan(recipe, len(moment.x), blocks, capacity, by_rows=by_rows)
             self._plans[key] = host
         return self._plans[key]
 
-    def _geometry(self, x: Array, window: Window) -> Geometry:
-        key = window, x.shape, x.strides, x.dtype.itemsize
+    def _geometries_of(self, moment: _Moment) -> _Geometries:
+        x, window, way = moment.x, moment.window, moment.choice.way
+        key = window, x.shape, x.strides, x.dtype.itemsize, way
         if key not in self._geometries:
-            self._geometries[key] = image_geometry(x, window)
+            whole = image_geometry(x, window)
+            pixels = whole.of_pixels
+            self._geometries[key] = {
+                ROWS: _Geometries(whole, pixels, None),
+                PIXELS: _Geometries(whole, pixels, whole.taps),
+                PATCHES: _Geometries(whole, whole, pixels.taps),
+            }[way]
         return self._geometries[key]
 
     def _uploaded(self, host: _HostPass) -> PairPass:
         upload = self._device.upload
-        jobs = {columns: upload(words(table)) for columns, table in host.jobs.items()}
+        jobs = {kind: upload(words(table)) for kind, table in host.jobs.items()}
         grids, sums = upload(words(host.grids)), upload(words(host.sums))
         return PairPass(grids, jobs, sums, upload(host.sources), host.parts)
 
 
 def plan(
-    recipe: Recipe, images: int, channels: int, blocks: int, capacity: int
+    recipe: Recipe, images: int, blocks: int, capacity: int, *, by_rows: bool
 ) -> tuple[_HostPass, ...]:
     """Return the passes of one layer, with arrays of the host.
 
     Each pass computes different tiles, and has at most ``capacity`` partial results if one tile
-    does not need more. The products are divided into ``blocks`` pieces or less.
+    does not need more. The products are divided into ``blocks`` pieces or less. ``by_rows`` plans
+    blocks of ``pair_rows.cu``.
     """
-    each = channels // TILE
+    each = -(-recipe.width // TILE)
     terms = (part for terms in recipe.terms.values() for part, _ in terms)
-    boxes = _blocks(dict.fromkeys(terms), each)
+    boxes = _blocks(dict.fromkeys(terms), each, by_rows=by_rows)
     total = sum(images * recipe.positions(block.grid) for block in boxes)
-    step = DEPTH * (2 if each % 2 == 0 else 1)
-    length = piece_length(total, blocks, _SHORTEST, step)
-    groups = fitting(recipe, images, length, capacity)
-    return tuple(_pass(recipe, images, each, length, group) for group in groups)
+    step = ROW_DEPTH if by_rows else DEPTH * (2 - each % 2)
+    length = recipes.piece_length(total, blocks, _SHORTEST, step)
+    groups = recipes.fitting(recipe, images, length, capacity)
+    return tuple(_pass(recipe, images, length, group, by_rows=by_rows) for group in groups)
 
 
 class _Block(NamedTuple):
@@ -220,7 +271,7 @@ class _Block(NamedTuple):
     products: dict[int, Product]
 
 
-def _blocks(needed: dict[Product, None], each: int) -> list[_Block]:
+def _blocks(needed: dict[Product, None], each: int, *, by_rows: bool) -> list[_Block]:
     """Return the blocks of all products, for ``each`` tiles of a tap."""
     if each % 2 == 0:
         squares: dict[tuple[int, int, int], dict[int, Product]] = {}
@@ -230,6 +281,12 @@ def _blocks(needed: dict[Product, None], each: int) -> list[_Block]:
         return [
             _Block(grid, (2 * r, 2 * r + 1), (2 * c, 2 * c + 1), products)
             for (grid, r, c), products in squares.items()
+        ]
+    if by_rows:
+        return [
+            _Block(grid, (row, row), (column,), {0: part})
+            for part in needed
+            for grid, row, column in [part]
         ]
     # Two rows with one column.
     stacks: dict[tuple[int, int], list[Product]] = {}
@@ -242,12 +299,13 @@ def _blocks(needed: dict[Product, None], each: int) -> list[_Block]:
     ]
 
 
-def _pass(recipe: Recipe, images: int, each: int, length: int, group: Terms) -> _HostPass:
+def _pass(recipe: Recipe, images: int, length: int, group: Terms, *, by_rows: bool) -> _HostPass:
     rows: list[tuple[object, ...]] = []
     pieces: dict[Product, list[int]] = {}
     count = 0
     needed = dict.fromkeys(part for terms in group.values() for part, _ in terms)
-    for block in _blocks(needed, each):
+    each = -(-recipe.width // TILE)
+    for block in _blocks(needed, each, by_rows=by_rows):
         stop = images * recipe.positions(block.grid)
         tiles = (*block.rows, *block.columns, *block.columns)[:4]
         for cut in range(0, stop, length):
@@ -259,14 +317,14 @@ def _pass(recipe: Recipe, images: int, each: int, length: int, group: Terms) -> 
             rows.append((0, block.grid, cut, min(cut + length, stop), tiles, parts))
     sums: list[tuple[int, ...]] = []
     sources: list[int] = []
-    for (row, column), terms in group.items():
+    for tile, terms in group.items():
         begin = len(sources)
         for part, minus in terms:
             sources += [~index if minus else index for index in pieces[part]]
-        sums.append((row, column, begin, len(sources), 0))
+        sums.append(recipe.sum_row(tile, begin, len(sources)))
     return _HostPass(
         np.concatenate([grid_struct(*box) for box in recipe.grids]),
-        {2 if each % 2 == 0 else 1: np.array(rows, PAIR_JOB)},
+        {("pair_rows" if by_rows else "pair_products", 2 - each % 2): np.array(rows, PAIR_JOB)},
         np.array(sums, SUM),
         np.array(sources, np.int32),
         count,
@@ -275,17 +333,17 @@ def _pass(recipe: Recipe, images: int, each: int, length: int, group: Terms) -> 
 
 def _joined(passes: Sequence[_HostPass]) -> _HostPass:
     """Return the passes of several layers as one."""
-    jobs: dict[int, list[npt.NDArray[np.void]]] = {}
+    jobs: dict[tuple[str, int], list[npt.NDArray[np.void]]] = {}
     sums: list[npt.NDArray[np.void]] = []
     sources: list[npt.NDArray[np.int32]] = []
     grids = parts = begin = 0
     for layer, host in enumerate(passes):
-        for columns, table in host.jobs.items():
+        for kind, table in host.jobs.items():
             moved = table.copy()
             moved["layer"] = layer
             moved["grid"] += grids
             moved["parts"][moved["parts"] >= 0] += parts
-            jobs.setdefault(columns, []).append(moved)
+            jobs.setdefault(kind, []).append(moved)
         tiles = host.sums.copy()
         tiles["layer"] = layer
         tiles["begin"] += begin
@@ -297,7 +355,7 @@ def _joined(passes: Sequence[_HostPass]) -> _HostPass:
         begin += len(host.sources)
     return _HostPass(
         np.concatenate([host.grids for host in passes]),
-        {columns: np.concatenate(tables) for columns, tables in jobs.items()},
+        {kind: np.concatenate(tables) for kind, tables in jobs.items()},
         np.concatenate(sums),
         np.concatenate(sources),
         parts,
@@ -308,3 +366,49 @@ def _capacity(scratch_bytes: int) -> int:
     """Return the number of partial results that half of the scratch memory has room for."""
     part_bytes: int = TILE**2 * 4
     return max(1, scratch_bytes // 2 // part_bytes)
+
+
+def _recipe(way: str, window: Window, shape: tuple[int, ...]) -> Recipe:
+    """Return the products of a way."""
+    images, channels, *spatial_shape = shape
+    sides = tuple(spatial_shape)
+    if way != PATCHES:
+        return recipes.recipe_for(window, images, channels, sides, padded=True)
+    outputs = window.output_shape(sides)
+    return recipes.direct(pointwise(len(outputs)), window.taps * channels, outputs, padded=True)
+
+
+def _reads_rows(x: Array) -> bool:
+    """Return whether ``pair_rows.cu`` reads images with these strides."""
+    image, channel, *steps = (stride // x.itemsize for stride in x.strides)
+    pixels = prod(x.shape[2:])
+    near = 1
+    for side, step in zip(reversed(x.shape[2:]), reversed(steps), strict=True):
+        if side > 1 and step != near:
+            return False
+        near *= side
+    aligned = all(size % 4 == 0 for size in (image, channel, pixels))
+    small = (x.shape[1] - 1) * channel + pixels < 2**31
+    return aligned and small and pixels >= ROW_DEPTH and min(image, channel) > 0
+
+
+def _cost(way: str, window: Window, shape: tuple[int, ...]) -> float:
+    """Return the cost of the products and the copies of a way, in positions of a product."""
+    copied = shape[0] * _image_bytes(way, window, shape) // (TILE * _PAIR_BYTES)
+    return float(_recipe(way, window, shape).cost(shape[0]) + _COPY * copied)
+
+
+def _image_bytes(way: str, window: Window, shape: tuple[int, ...]) -> int:
+    """Return the memory of the pairs of an image, zero if they are not copied."""
+    if way == ROWS:
+        return 0
+    _, channels, *sides = shape
+    outputs = window.output_shape(tuple(sides))
+    if way == PIXELS:
+        return int(_PAIR_BYTES * padded(channels) * prod(sides))
+    return int(_PAIR_BYTES * padded(window.taps * channels) * prod(outputs))
+
+
+def _most_bytes(scratch_bytes: int) -> int:
+    """Return the largest memory of the pairs of a layer."""
+    return min(scratch_bytes // 2, _MOST_BYTES)

@@ -3,10 +3,10 @@
 The lower triangle of ``Σ z zᵀ`` consists of tiles of features. There are two plans:
 
 * *direct*: one product for each tile, over the output positions of the window;
-* *shifted*, for strides of one and channels that are a multiple of the tile. Over the full grid of
-  positions that see a pixel, a product depends on the offset of its two taps only, so there are
-  fewer products (13 instead of 45 for 3 × 3 taps). The products over the ``frame`` around the
-  outputs of the window are subtracted.
+* *shifted*, for strides of one and tiles of one tap. Over the full grid of positions that see a
+  pixel, a product depends on the offset of its two taps only, so there are fewer products (13
+  instead of 45 for 3 × 3 taps). The products over the ``frame`` around the outputs of the window
+  are subtracted.
 
 The cheaper plan is chosen. Products over many positions are divided into pieces, so that a device
 has enough blocks, and the pieces are added in a fixed order.
@@ -44,10 +44,20 @@ Terms = Mapping[tuple[int, int], Sequence[tuple[Product, bool]]]
 class Recipe:
     """The products of all tiles, before they are divided into pieces."""
 
-    aligned: bool  # whether the number of channels is a multiple of the tile size
+    width: int  # number of features that tiles divide: of one tap, or of all taps
     # Boxes of output positions as ``(begins, outputs)``.
     grids: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
     terms: Terms  # the products of each tile of the lower triangle, with True for subtraction
+
+    def extent(self, tile: int) -> tuple[int, int]:
+        """Return the first feature of a tile, and its number of features."""
+        number, place = divmod(tile, -(-self.width // TILE))
+        return number * self.width + place * TILE, min(TILE, self.width - place * TILE)
+
+    def sum_row(self, tile: tuple[int, int], begin: int, end: int) -> tuple[int, ...]:
+        """Return the entry of the struct ``Sum`` of a tile, of the first layer."""
+        (row, rows), (column, columns) = map(self.extent, tile)
+        return row, column, rows, columns, begin, end, 0
 
     def positions(self, grid: int) -> int:
         """Return the number of output positions of one image."""
@@ -60,12 +70,35 @@ class Recipe:
 
 
 def recipe_for(
-    window: Window, images: int, channels: int, spatial_shape: tuple[int, ...]
+    window: Window,
+    images: int,
+    channels: int,
+    spatial_shape: tuple[int, ...],
+    *,
+    padded: bool = False,
 ) -> Recipe:
-    """Return the cheapest products that compute a Gram matrix of patches."""
-    ways = [_direct, _shifted] if _can_shift(window, channels) else [_direct]
-    recipes = [way(window, channels, spatial_shape) for way in ways]
+    """Return the cheapest products that compute a Gram matrix of patches.
+
+    If ``padded``, the features of each tap begin at a tile, whatever the number of channels.
+    """
+    padded |= channels % TILE == 0
+    recipes = [direct(window, channels, spatial_shape, padded=padded)]
+    if padded and set(window.strides) == {1} and window.taps > 1:
+        recipes.append(_shifted(window, channels, spatial_shape))
     return min(recipes, key=lambda part: part.cost(images))
+
+
+def direct(
+    window: Window, channels: int, spatial_shape: tuple[int, ...], *, padded: bool
+) -> Recipe:
+    """Return one product for each tile, over the outputs of the window."""
+    width = channels if padded else window.taps * channels
+    count = window.taps * channels // width * -(-width // TILE)
+    return Recipe(
+        width,
+        ((window.begins, window.output_shape(spatial_shape)),),
+        {(i, j): [(Product(0, i, j), False)] for i in range(count) for j in range(i + 1)},
+    )
 
 
 def piece_length(total: int, blocks: int, least: int, step: int) -> int:
@@ -109,19 +142,6 @@ def image_geometry(x: Array, window: Window) -> Geometry:
     return geometry(x.shape, strides, spatial_shape)
 
 
-def _direct(window: Window, channels: int, spatial_shape: tuple[int, ...]) -> Recipe:
-    count = -(-window.taps * channels // TILE)
-    return Recipe(
-        channels % TILE == 0,
-        ((window.begins, window.output_shape(spatial_shape)),),
-        {(i, j): [(Product(0, i, j), False)] for i in range(count) for j in range(i + 1)},
-    )
-
-
-def _can_shift(window: Window, channels: int) -> bool:
-    return set(window.strides) == {1} and window.taps > 1 and channels % TILE == 0
-
-
 def _shifted(window: Window, channels: int, spatial_shape: tuple[int, ...]) -> Recipe:
     grids: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
     slabs = list(frame(window, spatial_shape))
@@ -132,7 +152,7 @@ def _shifted(window: Window, channels: int, spatial_shape: tuple[int, ...]) -> R
         grids.append((tuple(start), inner.output_shape(spatial_shape)))
     taps = list(product(*map(range, window.kernel)))
     place = {tap: index for index, tap in enumerate(taps)}
-    each = channels // TILE
+    each = -(-channels // TILE)
     terms: dict[tuple[int, int], list[tuple[Product, bool]]] = {}
     boxes: dict[tuple[int, ...], int] = {}
     for i in range(len(taps) * each):
@@ -156,7 +176,7 @@ def _shifted(window: Window, channels: int, spatial_shape: tuple[int, ...]) -> R
                 for number, slab in enumerate(slabs)
                 if all(slab.taps.start <= tap[slab.axis] < slab.taps.stop for tap in (u, v))
             ]
-    return Recipe(True, tuple(grids), terms)
+    return Recipe(channels, tuple(grids), terms)
 
 
 # -- the full grid and the frame -------------------------------------------------------------------
