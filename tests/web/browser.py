@@ -35,15 +35,15 @@ def served(folder: object) -> Iterator[str]:
         server.server_close()
 
 
-def driven(script: str, *arguments: object) -> dict:
-    """What a script of the package's tests prints as JSON."""
+def driven(script: str, *arguments: object, limit: float = 400) -> dict:
+    """What a script of the package's tests prints as JSON within a number of seconds."""
     assert CHROMIUM, "install chromium, or name it with CHROMIUM=/path"
     done = subprocess.run(
         ["node", script, *map(str, arguments)],
         cwd=SCRIPTS,
         capture_output=True,
         text=True,
-        timeout=400,
+        timeout=limit,
         check=True,
     )
     return json.loads(done.stdout)

@@ -18,14 +18,16 @@ pytestmark = [
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
     folder = tmp_path_factory.mktemp("gpu")
-    for provider in ("any", "webgpu"):
-        ke.export_training(demo_model("cnn"), path=folder / provider, provider=provider)
+    # The fault is in a gradient, which the shortest step shows too.
+    for provider, optimizer in (("any", "sgd"), ("webgpu", "kfac")):
+        options = {"optimizer": optimizer, "provider": provider}
+        ke.export_training(demo_model("cnn"), path=folder / provider, **options)
     write_digits(folder)
     shutil.copy(PACKAGE / "dist" / "kfac-engine.min.js", folder)
     shutil.copy(SCRIPTS / "gpu.html", folder / "index.html")
     (folder / "ort").symlink_to(RUNTIME / "dist")
     with served(folder) as address:
-        result = driven("gpu.mjs", address, CHROMIUM)
+        result = driven("gpu.mjs", address, CHROMIUM, limit=1300)
     if not result["adapter"]:
         pytest.skip("this Chromium has no WebGPU adapter in software")
     return result
