@@ -1,8 +1,8 @@
-"""The loops in C++ and Java have the losses of Python.
+"""The loops in C++, Java and C# have the losses of Python.
 
 ONNXRUNTIME_INCLUDE names a folder with ``onnxruntime_cxx_api.h``, which the package of ONNX Runtime
 for Python does not have; its library is that of the package. ONNXRUNTIME_JAR names the jar of ONNX
-Runtime for Java.
+Runtime for Java, ONNXRUNTIME_DLL its assembly for C#, ``Microsoft.ML.OnnxRuntime.dll``.
 """
 
 import os
@@ -21,6 +21,7 @@ from scripts.browser_files import TRAIN, shuffled, write_digits
 
 HEADERS = os.environ.get("ONNXRUNTIME_INCLUDE", "")
 JAR = os.environ.get("ONNXRUNTIME_JAR", "")
+ASSEMBLY = os.environ.get("ONNXRUNTIME_DLL", "")
 LIBRARIES = sorted((Path(onnxruntime.__file__).parent / "capi").glob("libonnxruntime.so.*"))
 EXAMPLES = Path(__file__).resolve().parent.parent.parent / "examples"
 STEPS, BATCH = 12, 64
@@ -30,10 +31,15 @@ IR_VERSION = 9
 pytestmark = pytest.mark.nightly
 
 
-def in_cpp(folder):
-    """Compile the program in C++; return the command that runs it."""
+def link_library(folder):
+    """Put the library of the package for Python where compilers and programs look for it."""
     for name in ("libonnxruntime.so", "libonnxruntime.so.1"):
         (folder / name).symlink_to(LIBRARIES[-1])
+
+
+def in_cpp(folder):
+    """Compile the program in C++; return the command that runs it."""
+    link_library(folder)
     program, source = folder / "train", EXAMPLES / "cpp" / "train.cpp"
     options = ["-I", HEADERS, "-L", folder, "-l", "onnxruntime", "-o", program]
     subprocess.run(["g++", "-std=c++17", source, *options], check=True)
@@ -48,9 +54,20 @@ def in_java(folder):
     return ["java", "-cp", f"{JAR}{os.pathsep}{folder}", "Train"]
 
 
+def in_csharp(folder):
+    """Compile the program in C# without warnings, with Mono; return the command that runs it."""
+    link_library(folder)
+    shutil.copy(ASSEMBLY, folder)  # Mono looks for assemblies beside the program
+    program, source = folder / "Train.exe", EXAMPLES / "csharp" / "Train.cs"
+    options = ["-warn:4", "-warnaserror", f"-r:{ASSEMBLY}", f"-out:{program}"]
+    subprocess.run(["mcs", *options, source], check=True)
+    return ["mono", program]
+
+
 PROGRAMS = {
     "C++": (in_cpp, HEADERS and LIBRARIES and shutil.which("g++")),
     "Java": (in_java, JAR and shutil.which("javac")),
+    "C#": (in_csharp, ASSEMBLY and LIBRARIES and shutil.which("mcs")),
 }
 
 
