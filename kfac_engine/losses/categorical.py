@@ -230,12 +230,15 @@ class CategoricalLogitsNegativeLogProbLoss(LossFunction):
         if targets.shape == shape:
             self._check_probabilities(values, targets)
             return
-        expected = shape[:axis] + shape[axis + 1 :]
-        meaning = f"one class id per row of '{self.logits}'"
-        fitting = [k for k in range(1, len(shape)) if targets.shape == shape[:k] + shape[k + 1 :]]
-        if fitting:
-            meaning += f"; give class_axis={fitting[0]}, if that axis of {shape} holds the classes"
-        require_shape("targets", targets.shape, expected, meaning)
+        if targets.shape != (expected := shape[:axis] + shape[axis + 1 :]):
+            axes = range(1, len(shape))
+            fitting = [k for k in axes if targets.shape == shape[:k] + shape[k + 1 :]]
+            meaning = f"one class id per row of '{self.logits}'"
+            if fitting:
+                meaning += (
+                    f"; give class_axis={fitting[0]}, if that axis of {shape} holds the classes"
+                )
+            require_shape("targets", targets.shape, expected, meaning)
         if targets.dtype.kind not in "iu":
             raise InputError(
                 f"targets of '{self.logits}' must be integer class ids, got {targets.dtype}; "

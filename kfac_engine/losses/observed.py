@@ -52,7 +52,9 @@ def weights_gathered(targets: Targets) -> Targets:
     The targets of the other outputs have no weights. Other forms are returned unchanged.
     ``InputError`` is raised if the targets of an output have outputs themselves.
     """
-    named: Mapping[str, Any] = targets if isinstance(targets, Mapping) else {}
+    if not isinstance(targets, Mapping):
+        return targets
+    named: Mapping[str, Any] = targets
     weighted = {name: part for name, part in named.items() if isinstance(part, Weighted)}
     for name, part in weighted.items():
         if isinstance(part.targets, Mapping) or isinstance(part.weights, Mapping):

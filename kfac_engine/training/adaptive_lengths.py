@@ -504,8 +504,7 @@ class AdaptiveLengthUpdate:
             examples: Number of examples of the batch.
         """
         weights, directions = self.units.weights, dict(natural)
-        chosen = (name for name in natural if name in self.equal)
-        numbers = {name: self._iterations(name, examples) for name in chosen}
+        numbers = {n: self._iterations(n, examples) for n in natural if n in self.equal}
         iterations = {name: n for name, n in numbers.items() if not isinstance(n, int) or n}
         directions |= self._at_once(natural, ahead, iterations)
         if not iterations:
@@ -565,10 +564,10 @@ class AdaptiveLengthUpdate:
         new = block_of(step.new_slots["second_moment"], names)
         direction = self.adam.direction(value, mean, old, new, step.step + 1)
         shrunk = 1 - rate * step.decay * self.weight_decay
-        units = [self._unit(name, step) for name in names if step.spreads]
+        units = [self._unit(name, step) for name in names] if step.spreads else []
         if len(names) == 1:
             rate = rate * (units[0] if units else 1.0)
-        elif any(unit != 1 for unit in units):
+        elif units and any(unit != 1 for unit in units):
             sizes = [step.slots["second_moment"][name].size for name in names]
             direction *= array_module(value).asarray(np.repeat(units, sizes), value.dtype)
         combine(value, -rate, direction, shrunk, parameter)
