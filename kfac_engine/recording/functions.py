@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import reduce
+from itertools import pairwise
 from math import log, pi
 from typing import Any
 
@@ -78,6 +79,9 @@ _LOGIC = {
     "logical_and": "And", "logical_or": "Or", "logical_not": "Not",
     "bitwise_and": "And", "bitwise_or": "Or", "invert": "Not",
 }  # fmt: skip
+# The number with which they return the other operand.
+_NEUTRAL = {"add": 0, "subtract": 0, "multiply": 1, "divide": 1, "true_divide": 1}
+_COMMUTES = {"add", "multiply"}
 # They compute real numbers from integers, too.
 _REAL = {
     "divide", "true_divide", "sqrt", "exp", "log", "tanh", "sin", "cos", "tan", "arcsin", "arccos",
@@ -91,12 +95,24 @@ def applied(tape: Tape, name: str, inputs: Sequence[Any]) -> Symbol:
     At least one of ``inputs`` is recorded. A function that files do not have raises
     UnsupportedError.
     """
+    if name in _NEUTRAL and (unchanged := _without_effect(name, inputs)) is not None:
+        return unchanged
     if name in _SPECIAL:
         return _SPECIAL[name](tape, *inputs)
     operators = {**_ARITHMETIC, **_COMPARISONS, **_LOGIC}
     if name not in operators:
         raise UnsupportedError(f"a file cannot compute numpy.{name}.")
     return _record(tape, operators[name], name, inputs)
+
+
+def _without_effect(name: str, inputs: Sequence[Any]) -> Symbol | None:
+    """Return the array that a sum with zero or a product with one returns; None for others."""
+    for array, number in (inputs, inputs[::-1]) if name in _COMMUTES else (inputs,):
+        if isinstance(array, Recorded) and isinstance(number, int | float):
+            same = isinstance(number, int) or array.dtype.kind == "f"
+            if same and array.dtype != _TRUTH and number == _NEUTRAL[name]:
+                return array.copy()
+    return None
 
 
 def _record(tape: Tape, op: str, name: str, inputs: Sequence[Any]) -> Symbol:
@@ -347,10 +363,21 @@ def _tile(x: Symbol, count: int) -> Symbol:
     return x[None].broadcast((count, *x.shape)).reshape(-1)
 
 
-def _split(x: Symbol, parts: int, axis: int = 0) -> list[Symbol]:
-    width = x.shape[axis] // parts
+def _split(x: Symbol, parts: int | Sequence[int], axis: int = 0) -> list[Symbol]:
+    """Divide an array into equal parts, or at some places."""
     place = axis % x.ndim
-    return [x.rows(i * width, (i + 1) * width, place) for i in range(parts)]
+    size = x.shape[place]
+    if isinstance(size, Size):
+        raise UnsupportedError("a file cannot divide the axis of the examples.")
+    if isinstance(parts, int):
+        parts = [k * (size // parts) for k in range(1, parts)]
+    if not parts:
+        return [x.copy()]
+    widths = [stop - start for start, stop in pairwise([0, *parts, size])]
+    operands = [x.name, x.tape.integers(*widths)]
+    names = x.tape.level.multi("Split", operands, [""] * len(widths), axis=place)
+    shapes = [(*x.shape[:place], width, *x.shape[place + 1 :]) for width in widths]
+    return [Recorded(x.tape, *each, x.dtype) for each in zip(names, shapes, strict=True)]
 
 
 def _zeros_like(x: Symbol, dtype: Any = None) -> Symbol:

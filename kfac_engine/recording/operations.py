@@ -103,13 +103,18 @@ class Operations:
         rows = rows.astype(out.dtype)
         if homogeneous:
             rows = self.homogeneous(rows)
-        if rows.ndim == 2:
-            d = rows.shape[-1]
-            moment = rows.new("Gemm", rows.name, shape=(d, d), transA=1)
-        else:
+        before = None if isinstance(beta, float) and beta == 0 else beta * out
+        d = rows.shape[-1]
+        if rows.ndim > 2:
             moment = rows.swapaxes(-1, -2) @ rows
+        elif before is not None and isinstance(alpha, float) and alpha == 1:
+            # The product adds to an array without a pass of its own.
+            out.bind(rows.new("Gemm", rows.name, before.name, shape=(d, d), transA=1))
+            return
+        else:
+            moment = rows.new("Gemm", rows.name, shape=(d, d), transA=1)
         new = alpha * moment
-        out.bind(new if isinstance(beta, float) and beta == 0 else beta * out + new)
+        out.bind(new if before is None else before + new)
 
     def homogeneous(self, rows: Symbol) -> Symbol:
         """Return rows with a one as their last feature."""

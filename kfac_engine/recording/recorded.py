@@ -7,6 +7,7 @@ cell: ``out=``, ``x += y`` and ``x[...] = y`` give it another value.
 Sizes that are not known while a file is written, such as the number of examples, are ``Size``.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import reduce
@@ -51,11 +52,17 @@ class Level(NodeBuilder):
     def closed(self, results: Sequence["Recorded"], inputs: Sequence[Input] = ()) -> Subgraph:
         """Return the nodes as a body with these inputs and results."""
         computed = {name for node in self.nodes for name in node.outputs}
+        empty, claimed = self._copies_of_empty(results), set[str]()
         outputs: list[Input] = []
         for value in results:
             # A result that another body computes must be copied, and a name can be one result.
-            fresh = value.name in computed and all(value.name != entry.name for entry in outputs)
-            name = value.name if fresh else self.op("Identity", value.name)
+            if value.name in empty:
+                name = empty[value.name].pop()
+            elif value.name in computed and value.name not in claimed:
+                name = value.name
+            else:
+                name = self.op("Identity", value.name)
+            claimed.add(name)
             # The runtime compares the shapes of both branches: only their ranks are equal.
             outputs.append(Input(name, value.dtype, (None,) * value.ndim))
         nodes = needed(self.nodes, [entry.name for entry in outputs])
@@ -63,6 +70,16 @@ class Level(NodeBuilder):
         constants = {name: array for name, array in self.constants.items() if name in read}
         body = build_model(nodes, inputs, outputs, constants, OPSET, name=self.prefix).graph
         return Subgraph(body.SerializeToString(), captures(body))
+
+    def _copies_of_empty(self, results: Sequence["Recorded"]) -> dict[str, list[str]]:
+        """Write copies of constants without entries, of one in one node; return their names."""
+        counts = Counter(value.name for value in results)
+        copies = {}
+        for name, count in counts.items():
+            if count > 1 and name in self.constants and not self.constants[name].size:
+                sizes = self.constant(np.zeros(count, np.int64))
+                copies[name] = list(self.multi("Split", [name, sizes], [""] * count, axis=0))
+        return copies
 
 
 class Tape:

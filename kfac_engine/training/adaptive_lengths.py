@@ -105,15 +105,6 @@ class Together:
     by_adam: Sequence[tuple[str, ...]]  # units that Adam updates together
     lengths: Sequence[tuple[str, ...]]  # weights whose step sizes are computed together
 
-    def alone(self) -> "Together":
-        """Return the same names, each in a call of its own."""
-        return Together(
-            *(
-                [(n,) for names in every for n in names]
-                for every in (self.means, self.by_adam, self.lengths)
-            )
-        )
-
 
 class Turn(NamedTuple):
     """What the gradient of a step tells about the last updates."""
@@ -240,6 +231,8 @@ class AdaptiveLengthUpdate:
     # Chooses the decay of the averages for matrices; None for ``momentum``.
     span: AverageSpan | None = None
     weight: GradientWeight = field(default_factory=GradientWeight)
+    # Weights whose matrices are those of several layers: each has directions of its own steps.
+    independent: Collection[str] = ()
 
     def new_slots(self, parameters: Vector) -> SlotArrays:
         """Return the state before the first step.
@@ -466,7 +459,8 @@ class AdaptiveLengthUpdate:
         (names,) = (names for names in last if name in names)
         slopes = {n: step.slots["slope"][n] for n in names}
         along = separated(last[names], slopes) if names[1:] else {name: last[names]}
-        overshot = (along[name] + slopes[name]).min() < 0  # c < -1
+        sums = along[name] + slopes[name]
+        overshot = (sums if name in self.independent else sums.min()) < 0  # c < -1
         turns = np.logical_or(always, np.logical_or(number % 2 == 0, overshot))
         return turns if onward is True else np.logical_and(turns, onward)
 
@@ -492,7 +486,9 @@ class AdaptiveLengthUpdate:
         new = self._directions({name: natural[name] for name in wanted}, ahead, step.examples)
         for name, direction in new.items():
             if due[name] is not True and is_recorded(due[name]):
-                new[name] = np.where(due[name], direction, last[name])
+                chosen: Any = due[name]
+                axes = [-1, *[1] * (direction.ndim - 1)] if chosen.ndim else ()
+                new[name] = np.where(chosen.reshape(axes), direction, last[name])
         return self.features.shortened({**last, **new}, step, self.engine.collection.backend)
 
     def _directions(self, natural: Vector, ahead: Vector, examples: int) -> dict[str, Array]:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kfac_engine._types import Array
-from kfac_engine.backend.namespace import is_recorded
+from kfac_engine.backend.namespace import array_module, is_recorded
 from kfac_engine.backend.protocol import Backend
 from kfac_engine.curvature.blocks.base import FisherBlock
 from kfac_engine.engine.engine import Engine
@@ -60,8 +60,9 @@ class FeatureBounds:
 
     weights: Mapping[str, Piece] = field(default_factory=dict)  # weights by unit
     inputs: tuple[LayerInput, ...] = ()  # the inputs of the layers
-    # Places of the features of each weight among those of all inputs.
-    places: Mapping[str, slice] = field(default_factory=dict)
+    # Places of the features of each weight among those of all inputs; of each of several matrices,
+    # where they are stacked for a file.
+    places: Mapping[str, Any] = field(default_factory=dict)
     # Weights whose layer has one row for each example, as that of a table.
     of_tables: Collection[str] = ()
 
@@ -69,7 +70,8 @@ class FeatureBounds:
         """Return an array of the host in the shape of the powers, of the type of ``arrays``."""
         if not self.places:
             return {}
-        size = max(place.stop for place in self.places.values())
+        every = [p if isinstance(p, tuple) else (p,) for p in self.places.values()]
+        size = max(place.stop for places in every for place in places)
         like = arrays[next(iter(self.places))]
         dtype = np.result_type(like.dtype, np.float32)
         return {POWERS: np.empty((3, size), dtype)}
@@ -97,10 +99,9 @@ class FeatureBounds:
             weight, direction = self.weights[name], directions[name]
             matrices = weight.matrices(direction, copy=False)
             count, _, outputs = matrices.shape
-            features = (place.stop - place.start) // count
+            arrays = [_at(place, each).reshape(count, -1) for each in (rare, limits, means)]
             # The rows of a convolution are taps of each channel.
-            taps: Any = matrices.reshape(count, -1, features, outputs)
-            arrays = [each[place].reshape(count, features) for each in (rare, limits, means)]
+            taps: Any = matrices.reshape(count, -1, arrays[0].shape[1], outputs)
             if known:
                 arrays = [backend.asarray(each) for each in arrays]
             shares = _shares(inner(taps, "gtfo,gtfo->gf"), *arrays)
@@ -134,6 +135,15 @@ class Shortened(NamedTuple):
 
     directions: dict[str, Array]
     active: dict[str, Array]
+
+
+def _at(place: slice | tuple[slice, ...], numbers: Any) -> Any:
+    """Return the numbers of the features of a weight, or of each matrix of a stack."""
+    if isinstance(place, slice):
+        return numbers[place]
+    xp, size = array_module(numbers), place[0].stop - place[0].start
+    starts = xp.asarray(np.array([[each.start] for each in place]))
+    return numbers[starts + np.arange(size)]
 
 
 def _activity(powers: Array) -> tuple[Any, Any, Any]:

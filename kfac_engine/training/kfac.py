@@ -10,6 +10,7 @@ import numpy as np
 from kfac_engine._types import Array
 from kfac_engine.arguments import check_at_least_zero, check_int, check_positive
 from kfac_engine.backend.namespace import recordable
+from kfac_engine.curvature.blocks.base import FisherBlock
 from kfac_engine.curvature.config import RelativeDamping
 from kfac_engine.curvature.schedule import Schedule
 from kfac_engine.datasets.examples import Batch
@@ -50,6 +51,7 @@ from kfac_engine.training.optimizer import (
 from kfac_engine.training.quadratic_update import QuadraticUpdate
 from kfac_engine.training.repeated_batch import RepeatedBatch, divided, mark
 from kfac_engine.training.seen_examples import SeenExamples, fingerprints
+from kfac_engine.training.stacked_update import StackedUpdate, stacked_update
 from kfac_engine.training.vectors import Vector, add_multiple, dot
 
 # Learning rates that the optimizer chooses itself.
@@ -385,6 +387,13 @@ class KfacOptimizer(Optimizer):
         self._losses = result.losses
         return result.loss, {name: result.gradients[name] for name in self._names}, result.residuals
 
+    def recorded(self, repeats: Callable[[FisherBlock], float]) -> StackedUpdate:
+        """Return the update of a training file; ``repeats`` has the rows of each example."""
+        update = self._given.update
+        assert isinstance(update, AdaptiveLengthUpdate), "the caller checks the options"
+        rows = {name: repeats(block) for name, block in update.blocks.items()}
+        return stacked_update(update, self._parameters(), rows)
+
     @recordable
     def moved(
         self,
@@ -401,7 +410,7 @@ class KfacOptimizer(Optimizer):
         Args:
             gradients: Gradients by parameter; may be overwritten.
             parameters: Values by parameter.
-            slots: The old state, and the arrays that receive the new one.
+            slots: The old state, and the arrays that receive the new one: see ``recorded``.
             steps: Number of steps so far.
             scale: Value of the schedule.
             residuals: The residuals of the batch.
@@ -409,8 +418,6 @@ class KfacOptimizer(Optimizer):
                 of ``examples`` of the batch, their ``scarcity``, ``repeats`` of a block,
                 ``moment`` of its inputs, and the powers of ``features``.
         """
-        update = self._given.update
-        assert isinstance(update, AdaptiveLengthUpdate), "the caller checks the options"
         decay, size = _decay(recorded.scarcity), residuals.size()
         scale = scale * _signal(size, decay)
         step = StepInputs(
@@ -433,15 +440,7 @@ class KfacOptimizer(Optimizer):
             spreads=residuals.spreads(),
             features=recorded.features,
         )
-        update = replace(
-            update,
-            precondition=recorded.precondition,
-            together=update.together.alone(),
-            matmul=np.matmul,
-            repeats={name: recorded.repeats(block) for name, block in update.blocks.items()},
-            moment=recorded.moment,
-        )
-        return update(step).values
+        return self.recorded(recorded.repeats).moved(step, recorded.precondition, recorded.moment)
 
     @property
     def counts_examples(self) -> bool:

@@ -1,6 +1,7 @@
 """Divides the parameters into the units of matrix optimizers: layer weights and the rest."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import replace
 
 from kfac_engine._types import Array
@@ -43,6 +44,26 @@ class Units:
                     unit = piece.part.name if divided else name
                     part = ParameterSlice(unit) if divided else piece.part
                     self.weights[unit] = replace(piece, part=part)
+
+    def is_whole(self, name: str) -> bool:
+        """Return whether a parameter is one unit, with all its entries in their order."""
+        piece = self.weights.get(name)
+        whole = parameter_slices.is_whole(self._parts[name])
+        return whole and (piece is None or piece.part.index is None)
+
+    def stacked(
+        self, members: Mapping[str, Sequence[str]], weights: Mapping[str, Piece]
+    ) -> "Units":
+        """Return the units of stacks in place of parameters that are whole.
+
+        ``members`` are the parameters of each stack, and ``weights`` the stacks that are matrices.
+        """
+        known, stacked = {name for names in members.values() for name in names}, copy(self)
+        left = {name: piece for name, piece in self.weights.items() if name not in known}
+        parts = {name: parts for name, parts in self._parts.items() if name not in known}
+        stacked.weights = {**left, **weights}
+        stacked._parts = {**parts, **{stack: (ParameterSlice(stack),) for stack in members}}
+        return stacked
 
     def split(self, arrays: Vector) -> dict[str, Array]:
         """Return arrays by unit from arrays by parameter; other parameters are left out."""

@@ -29,6 +29,7 @@ from kfac_engine.engine.engine import Engine
 from kfac_engine.errors import UnsupportedError
 from kfac_engine.export.target_inputs import TargetInputs
 from kfac_engine.graph.analysis.subgraph import dependents
+from kfac_engine.graph.structure import Input
 from kfac_engine.layers.parameter_slices import join, split
 from kfac_engine.losses.base import LossFunction, weights_of
 from kfac_engine.losses.kinds import LOSSES
@@ -73,6 +74,9 @@ class Missing:
             f"the rule of this optimizer reads the natural gradient of '{self.missing}', whose "
             f"layer has no matrices in a training file; export another optimizer, such as 'muon'."
         )
+
+    def __array_function__(self, *_: object) -> Any:
+        return self.entries
 
 
 class CurvatureSteps:
@@ -211,8 +215,8 @@ class CurvatureSteps:
         measured, new_totals = results[:count], results[count:]
 
         def fresh() -> list[Symbol]:
-            current = tape.branch(observes, lambda: measured, lambda: averages)
-            inverses = self._inverses(current)
+            functions = (partial(self._collected, each) for each in (measured, averages))
+            inverses = self._inverses(averages, tape.branch(observes, *functions))
             return [*inverses, *self._natural(vectors, inverses).values()]
 
         def old() -> list[Symbol]:
@@ -285,30 +289,47 @@ class CurvatureSteps:
                 _add(factor, average, values, operations, coefficients)
             return [*new, total.weight]
         of_part, present = self._counting(batch, observation)
-        several, rows = len(present) > 1, list[Symbol]()
-        weights = list[Symbol]()
+        counts = self._counts(of_part, present)
+        weight: Any = np.where(counts, total.weight, totals[0])
+        share: Any = np.where(counts, 1.0 / total.weight, 0.0)
+        beta, alpha = (
+            np.where(counts, c, k) for c, k in zip(coefficients, (1.0, 0.0), strict=True)
+        )
+        rows, of_rows = self._of_rows(values, observation, totals[1], (share, beta, alpha))
         for i, (average, factor) in enumerate(zip(new, self._factors, strict=True)):
-            update: Any = (totals[0], total.weight, *coefficients)
-            before, after, beta, alpha = (x[i] for x in update) if several else update
-            counts = self._counts(factor, of_part, present)
-            beta, alpha = np.where(counts, beta, 1.0), np.where(counts, alpha, 0.0)
-            share = np.where(counts, 1.0 / after, 0.0)
-            weights.append(np.where(counts, after, before).reshape(1))
-            names = [rows_name(name) for name in factor.statistic.names()]
-            before = totals[1][i]
-            if all(name in values for name in names):
-                # As ``MovingAverage`` with another number of rows for each example.
-                number = sum(values[name].sum() for name in names) / observation.size.examples
-                mean = before + share * (number - before)
-                divisor = np.maximum(mean, _TINY)
-                _add(factor, average, values, operations,
-                     (beta * (before / divisor), alpha * (number / divisor)))  # fmt: skip
-            else:
-                mean = before
-                _add(factor, average, values, operations, (beta, alpha))
-            rows.append(mean.reshape(1))
-        weight = np.concatenate(weights) if several else weights[0].reshape(())
-        return [*new, weight, np.concatenate(rows)]
+            of_factor = (beta[i], alpha[i]) if beta.ndim and i not in of_rows else (beta, alpha)
+            _add(factor, average, values, operations, of_rows.get(i, of_factor))
+        return [*new, weight, rows]
+
+    def _of_rows(
+        self,
+        values: Mapping[str, Any],
+        observation: Observation,
+        before: Symbol,
+        numbers: tuple[Any, Any, Any],
+    ) -> tuple[Symbol, dict[int, tuple[Any, Any]]]:
+        """Record the mean numbers of rows of an example, as ``MovingAverage`` has them.
+
+        ``before`` are the old ones of all factors, and ``numbers`` the share of the measurement in
+        the averages and their coefficients, for each factor or for all. Returned are the new mean
+        numbers, and the coefficients of each factor whose rows have weights.
+        """
+        names = [[rows_name(n) for n in factor.statistic.names()] for factor in self._factors]
+        weighted = [i for i, each in enumerate(names) if all(name in values for name in each)]
+        if not weighted:
+            return before, {}
+        sums = [reduce(np.add, [values[name].sum() for name in names[i]]) for i in weighted]
+        number: Any = np.concatenate([total.reshape(1) for total in sums])
+        number = number / observation.size.examples
+        places = np.array(weighted)
+        share, beta, alpha = (x[places] if x.ndim else x for x in numbers)
+        old = before[places]
+        mean = old + share * (number - old)
+        divisor = np.maximum(mean, _TINY)
+        both = (np.split(x / divisor, len(places)) for x in (beta * old, alpha * number))
+        rows = before.copy()
+        rows[places] = mean
+        return rows, dict(zip(weighted, zip(*both, strict=True), strict=True))
 
     def _counting(self, batch: EvaluationGraph, observation: Observation) -> tuple[Any, list[Any]]:
         """Record whether a part of a batch counts, and whether each loss has targets in the batch.
@@ -325,13 +346,19 @@ class CurvatureSteps:
             totals = [np.where(counts, total, 1.0) for counts, total in pairs]
         return np.greater(_least(totals), 0.0), present
 
-    def _counts(self, factor: FisherFactor, of_part: Any, present: Sequence[Any]) -> Any:
-        """Record whether a factor sees a part of a batch; see ``_counting``."""
-        numbers = sorted(self._sources.losses_of(self._engine.fisher.factors)[factor])
-        if not numbers or len(numbers) == len(present):
+    def _counts(self, of_part: Any, present: Sequence[Any]) -> Any:
+        """Record whether factors see a part of a batch, each of them or all; see ``_counting``."""
+        of_factors, known = [], self._sources.losses_of(self._engine.fisher.factors)
+        for factor in self._factors:
+            numbers = sorted(known[factor])
+            divided = numbers and len(numbers) < len(present)
+            any_present = (
+                reduce(np.logical_or, [present[n] for n in numbers]) if divided else of_part
+            )
+            of_factors.append(np.logical_and(of_part, any_present) if divided else of_part)
+        if all(counts is of_part for counts in of_factors):
             return of_part
-        any_present = reduce(np.logical_or, (present[number] for number in numbers))
-        return np.logical_and(of_part, any_present)
+        return np.concatenate([counts.reshape(1) for counts in of_factors])
 
     def _part(self, batch: EvaluationGraph, state: Values, step: Symbol) -> EvaluationGraph:
         """Return an evaluation of another part of the batch in each step.
@@ -464,44 +491,64 @@ class CurvatureSteps:
 
     # -- inverses ----------------------------------------------------------------------------------
 
-    def _inverses(self, averages: list[Symbol]) -> list[Symbol]:
-        """Return the damped inverses; inverses of equal size are computed in one stack."""
-        results: list[Symbol] = [*averages]
-        scales: dict[int, Any] = {}
-        averages = [*averages]
-        for i, factor in enumerate(self._factors):
-            if factor.damped_by_feature():
-                # In units of their moments, all features have the same damping.
-                moments = factor.moments(averages[i])
-                scales[i] = np.sqrt(np.where(moments > 0, moments, 1.0))
-                averages[i] = averages[i] / scales[i] / scales[i][:, None]
-        matrices = [i for i, average in enumerate(averages) if average.ndim > 1]
-        for i in range(len(averages)):
-            if i not in matrices:
-                results[i] = self._reciprocals(averages[i])
-        for d in dict.fromkeys(averages[i].shape[-1] for i in matrices):
-            places = [i for i in matrices if averages[i].shape[-1] == d]
-            stacks: Any = [averages[i].reshape(-1, d, d) for i in places]
-            stack: Any = np.concatenate(stacks, axis=0)
-            traces = np.trace(stack, axis1=1, axis2=2)[:, None, None]
-            # The blocks of a divided factor are filled up to equal sizes.
-            sides = [_side(self._factors[i], averages[i].shape) for i in places]
-            rows: Any = np.repeat(sides, [len(part) for part in stacks]).astype(np.float32)
-            # Before a target has counted, averages are zero, and their inverses are identities.
-            means: Any = relative_level(traces, rows[:, None, None], self._root)
-            if not scales.keys().isdisjoint(places):
-                scaled_ones = np.repeat([i in scales for i in places], [len(p) for p in stacks])
-                means = np.where(scaled_ones[:, None, None], np.float32(self._root), means)
-            levels = np.where(traces > 0, means, 1.0)
-            smallest = self._root / (d + self._root)
-            inverses: Any = damped_inverses(stack, levels, traces + levels, smallest)
-            start = 0
-            for i, part in zip(places, stacks, strict=True):
-                chosen = inverses[start : start + len(part)]
-                results[i], start = chosen.reshape(averages[i].shape), start + len(part)
-        for i, scale in scales.items():
-            results[i] = results[i] / scale / scale[:, None]
+    @cached_property
+    def _by_feature(self) -> list[int]:
+        """The factors whose features have damping in units of their moments."""
+        return [i for i, factor in enumerate(self._factors) if factor.damped_by_feature()]
+
+    def _collected(self, averages: Sequence[Symbol]) -> list[Symbol]:
+        """Return what inverses read: matrices of equal size in one stack, diagonals, and units.
+
+        The units are the roots of the moments of features.
+        """
+        units, scaled = [], [*averages]
+        for i in self._by_feature:
+            moments = self._factors[i].moments(averages[i])
+            units.append(np.sqrt(np.where(moments > 0, moments, 1.0)))
+            scaled[i] = scaled[i] / units[-1] / units[-1][:, None]
+        lines, sizes = _by_size(averages)
+        stacks: list[Any] = []
+        for d, places in sizes.items():
+            rows: Any = np.concatenate([scaled[i].reshape(-1, d) for i in places])
+            stacks.append(rows.reshape(-1, d, d))
+        return [*stacks, *(averages[i] for i in lines), *units]
+
+    def _inverses(self, averages: Sequence[Symbol], collected: Sequence[Symbol]) -> list[Symbol]:
+        """Return the damped inverses; inverses of equal size are computed in one stack.
+
+        ``collected`` is the result of ``_collected`` for averages of the shapes of ``averages``.
+        """
+        results, (lines, sizes), values = [*averages], _by_size(averages), iter(collected)
+        for d, places in sizes.items():
+            inverses = self._inverse_stack(next(values), d, places, averages)
+            stops = np.cumsum([averages[i].size // d for i in places])[:-1].tolist()
+            for i, part in zip(places, np.split(inverses.reshape(-1, d), stops), strict=True):
+                results[i] = part.reshape(averages[i].shape)
+        for i in lines:
+            results[i] = self._reciprocals(next(values))
+        for i in self._by_feature:
+            unit: Any = next(values)
+            results[i] = results[i] / unit / unit[:, None]
         return results
+
+    def _inverse_stack(
+        self, stack: Any, d: int, places: Sequence[int], averages: Sequence[Symbol]
+    ) -> Any:
+        """Return the damped inverses of a stack of matrices, those of the factors ``places``."""
+        counts = [averages[i].size // d**2 for i in places]
+        traces = np.trace(stack, axis1=1, axis2=2)[:, None, None]
+        # The blocks of a divided factor are filled up to equal sizes.
+        sides = [_side(self._factors[i], averages[i].shape) for i in places]
+        rows: Any = np.repeat(sides, counts).astype(np.float32)
+        # Before a target has counted, averages are zero, and their inverses are identities.
+        means: Any = relative_level(traces, rows[:, None, None], self._root)
+        if not set(self._by_feature).isdisjoint(places):
+            scaled = np.repeat([i in self._by_feature for i in places], counts)
+            means = np.where(scaled[:, None, None], np.float32(self._root), means)
+        levels = np.where(traces > 0, means, 1.0)
+        smallest = self._root / (d + self._root)
+        invert: Any = damped_inverses if stack.nbytes <= _AT_ONCE else _one_by_one
+        return invert(stack, levels, traces + levels, smallest)
 
     def _reciprocals(self, average: Any) -> Symbol:
         """Return the damped inverse of a diagonal."""
@@ -536,7 +583,7 @@ class CurvatureSteps:
             V: Any = packing.pack(vector, key, xp)
             left, right = block.factors
             repeats = right.statistic.repeats(self._samples(right))
-            V = right.times(G, left.times(A, V).swapaxes(-1, -2)).swapaxes(-1, -2)
+            V = _times_symmetric(right, left.times(A, V), G)
             product: Any = packing.unpack(V * (1 / repeats), vector)
             products |= dict(zip(names, product, strict=True))
         chosen = self._natural_names(vectors)
@@ -549,6 +596,24 @@ class CurvatureSteps:
         names = (*statistic.names(), *statistic.lengths())
         shapes = {name: facts[gradients.get(name, name)].shape for name in names}
         return {n: np.broadcast_to(np.zeros((), np.float32), s) for n, s in shapes.items()}
+
+
+def _by_size(averages: Sequence[Symbol]) -> tuple[list[int], dict[int, list[int]]]:
+    """Return the numbers of the diagonals, and those of the matrices by their side."""
+    lines = [i for i, average in enumerate(averages) if average.ndim == 1]
+    sizes: dict[int, list[int]] = {}
+    for i, average in enumerate(averages):
+        if i not in lines:
+            sizes.setdefault(average.shape[-1], []).append(i)
+    return lines, sizes
+
+
+def _times_symmetric(factor: FisherFactor, V: Symbol, G: Symbol) -> Symbol:
+    """Return ``V G`` for the inverse G of a factor, which is symmetric."""
+    if G.ndim > 1 and type(factor).times is FisherFactor.times:
+        return V @ G
+    product: Symbol = factor.times(G, V.swapaxes(-1, -2)).swapaxes(-1, -2)
+    return product
 
 
 def _has_matrices(block: FisherBlock) -> bool:
@@ -627,6 +692,28 @@ def _empty(tape: Tape, like: Symbol) -> Symbol:
 # Largest matrices that are not halved, and the residual of their scaled iterations, which two
 # further iterations square.
 _LEAF, _RESIDUAL = 100, 3e-2
+
+
+# Bytes of a stack whose matrices are inverted at once. Those of a larger stack are inverted one
+# after the other, in the memory of one matrix.
+_AT_ONCE = 1 << 22
+
+
+def _one_by_one(matrices: Symbol, levels: Symbol, norms: Symbol, smallest: float) -> Symbol:
+    """Record ``damped_inverses`` of each matrix of a recorded stack by itself."""
+    tape, operands = matrices.tape, {"matrix": matrices, "level": levels, "norm": norms}
+    with tape.body() as level:
+        entries: list[Symbol] = [
+            Recorded(tape, f"{level.prefix}{name}", stack.shape[1:], stack.dtype)
+            for name, stack in operands.items()
+        ]
+        matrix, damping, norm = (entry[None] for entry in entries)
+        inverse: Any = damped_inverses(matrix, damping, norm, smallest)
+        inputs = [Input(entry.name, entry.dtype, entry.shape) for entry in entries]
+        body = level.closed([inverse[0]], inputs)
+    names = [stack.name for stack in operands.values()]
+    (name,) = tape.level.multi("Scan", names, [""], body=body, num_scan_inputs=len(names))
+    return matrices.named(name)
 
 
 def damped_inverses(matrices: Array, levels: Array, norms: Array, smallest: float) -> Array:

@@ -1,6 +1,7 @@
 """Defines ``export_training``, which writes a model's training step as plain ONNX files."""
 
 import hashlib
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from inspect import signature
@@ -36,7 +37,7 @@ from kfac_engine.graph.structure import Graph, Input, Node
 from kfac_engine.graph.webgpu import PROVIDERS, Provider, for_webgpu
 from kfac_engine.graph.write import ModelProto, build_model, serialize, with_properties
 from kfac_engine.losses.objective import Reduction
-from kfac_engine.recording.recorded import OPSET
+from kfac_engine.recording.recorded import OPSET, Level, Symbol
 from kfac_engine.runtime.model import OnnxModel
 from kfac_engine.system.writing import check_outputs, checked_path, write_file
 from kfac_engine.training.fit import OPTIMIZERS
@@ -403,8 +404,10 @@ def _training(model: OnnxModel, step: StepGraph, description: Description) -> Mo
     """Return ``training.onnx``."""
     level = step.tape.graph
     outputs = []
+    renamed = _renamed_results(level, step.outputs)
     for name, value in step.outputs.items():
-        level.op("Identity", value.name, result=name)
+        if value.name not in renamed:
+            level.op("Identity", value.name, result=name)
         is_state = name.startswith(NEW) and value.ndim
         outputs.append(Input(name, value.dtype, (None,) * value.ndim if is_state else value.shape))
     nodes = needed(level.nodes, [entry.name for entry in outputs])
@@ -413,6 +416,22 @@ def _training(model: OnnxModel, step: StepGraph, description: Description) -> Mo
     inputs = [entry for entry in (*step.data, *state) if entry.name in read]
     constants = {name: array for name, array in level.constants.items() if name in read}
     return _model(model, nodes, inputs, outputs, constants, "training step", description)
+
+
+def _renamed_results(level: Level, outputs: Mapping[str, Symbol]) -> set[str]:
+    """Give results of nodes that only the outputs read the names of these; return the old names."""
+    read, counts = _read(level.nodes), Counter(value.name for value in outputs.values())
+    computed = {name for node in level.nodes for name in node.outputs}
+    names = {
+        value.name: name
+        for name, value in outputs.items()
+        if value.name in computed and value.name not in read and counts[value.name] == 1
+    }
+    level.nodes[:] = [
+        replace(node, outputs=tuple(names.get(name, name) for name in node.outputs))
+        for node in level.nodes
+    ]
+    return {*names}
 
 
 def _initial(state: Mapping[str, Array], description: Description) -> ModelProto:

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,7 +20,7 @@ from kfac_engine.losses.objective import Observation, Residuals
 from kfac_engine.recording.operations import Draws, NoiseInput, Operations, new_tape
 from kfac_engine.recording.random_nodes import OF_NODES
 from kfac_engine.recording.recorded import Recorded, Shape, Size, Symbol, Tape, size_of
-from kfac_engine.training.kfac import EVIDENCE, EXAMPLES, REPEATED, KfacOptimizer
+from kfac_engine.training.kfac import KfacOptimizer
 from kfac_engine.training.optimizer import Optimizer, trained_names
 from kfac_engine.training.seen_examples import scarcity
 from kfac_engine.training_files.curvature import CurvatureSteps
@@ -275,18 +276,17 @@ class StepRecorder:
 
     # -- the parts of a step -----------------------------------------------------------------------
 
-    def _slots(self) -> dict[str, dict[str, Array]]:
-        """Return the arrays of the optimizer's state, without the records of its batches."""
-        slots = self._optimizer.state().arrays
-        return {
-            n: dict(arrays)
-            for n, arrays in slots.items()
-            if n not in (EXAMPLES, REPEATED, EVIDENCE)
-        }
+    @cached_property
+    def _slots(self) -> Mapping[str, Mapping[str, Array]]:
+        """The arrays of the optimizer's state, without the records of its batches."""
+        if self._curvature is None:
+            return self._optimizer.state().arrays
+        assert isinstance(self._optimizer, KfacOptimizer), "it has a curvature"
+        return self._optimizer.recorded(self._curvature.repeats).new_slots()
 
     def _initial_state(self) -> dict[str, Array]:
         """Return the first value of each state, in the order of the file."""
-        model, slots = self._model, self._slots()
+        model, slots = self._model, self._slots
         state = {name: np.asarray(model.parameters[name]) for name in self._names}
         state |= {name: np.asarray(array) for name, array in model.buffers.items()}
         for slot, arrays in slots.items():
@@ -385,10 +385,8 @@ class StepRecorder:
     @staticmethod
     def _finite(loss: Symbol, gradients: Mapping[str, Symbol]) -> Symbol:
         """Record whether the loss and the gradients are finite."""
-        total = loss
-        for gradient in gradients.values():
-            total = total + gradient.sum()
-        return np.isfinite(total)
+        sums = [gradient.sum().name for gradient in gradients.values()]
+        return np.isfinite(loss.new("Sum", *sums, shape=()))
 
     def _updated(
         self,
@@ -402,7 +400,7 @@ class StepRecorder:
         """Record the optimizer's own rule; return the new state by name."""
         old: dict[str, dict[str, Symbol]] = {
             slot: {name: values[f"{slot}/{name}"] for name in arrays}
-            for slot, arrays in self._slots().items()
+            for slot, arrays in self._slots.items()
         }
         new = {slot: {n: v.copy() for n, v in arrays.items()} for slot, arrays in old.items()}
         parameters = {name: values[name] for name in self._names}

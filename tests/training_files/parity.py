@@ -60,7 +60,7 @@ def differences(
 
     With a number of different examples for the file, the examples come again.
     """
-    names = ("freeze", "train_form", "tie_weights", "reduction")
+    names = ("freeze", "trainable", "train_form", "tie_weights", "reduction")
     engine_options = {k: options.pop(k) for k in names if k in options}
     names = ("probabilities", "weights", "mask", "accumulate")
     file_options = {k: options.pop(k) for k in names if k in options}

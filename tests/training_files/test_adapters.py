@@ -9,6 +9,8 @@ import pytest
 from onnx import helper, numpy_helper
 
 import kfac_engine as ke
+from tests.models import mlp
+from tests.training_files.parity import differences
 
 INPUTS, WIDTH, CLASSES, BLOCK = 32, 16, 4, 16
 SIDES = {"up": (INPUTS, WIDTH), "down": (WIDTH, CLASSES)}
@@ -130,6 +132,25 @@ def test_optimizers_train_adapters_alone_in_python_and_in_files(kind, optimizer,
     arrays = {e.name: numpy_helper.to_array(e) for e in loaded.graph.initializer}
     for name in engine.parameters:
         np.testing.assert_array_equal(arrays[name], run.state[name])
+
+
+def test_adapters_of_one_shape_take_the_steps_of_the_optimizer(tmp_path):
+    model = ke.add_adapters(mlp((12, 12, 12, 12, 3)), rank=2, layers=["*0*", "*1*", "*2*"])
+    draw = lambda rng, n: rng.integers(0, 3, n)  # noqa: E731 (one line)
+    found = differences(model, "kfac", tmp_path / "files", draw, steps=12, trainable="*lora*")
+    assert found[0] < 1e-5
+    assert found[-1] < 1e-3
+
+
+def test_adapters_of_one_shape_share_the_arrays_of_the_optimizer(tmp_path):
+    def arrays(layers: int) -> list[str]:
+        model = ke.add_adapters(mlp((*[12] * (layers + 1), 3)), rank=2)
+        files = ke.export_training(model, trainable="*lora*", path=tmp_path / str(layers))
+        return [
+            name for name in files.description.state if name.startswith(("momentum/", "slope/"))
+        ]
+
+    assert len(arrays(4)) == len(arrays(2))
 
 
 @pytest.mark.parametrize("kind", KINDS)

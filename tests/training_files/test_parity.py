@@ -9,6 +9,7 @@ from kfac_engine.backend.namespace import is_recorded
 from kfac_engine.training import adaptive_lengths, average_span, feature_bounds
 from kfac_engine.training.adaptive_lengths import AdaptiveLengthUpdate
 from kfac_engine.training.average_span import AverageSpan
+from kfac_engine.training_files import curvature
 from tests.models import VOCABULARY, Net, mlp, random_inputs, two_outputs
 from tests.nightly import nightly_but
 from tests.training_files.nets import CLASSES, NETS, network
@@ -46,6 +47,15 @@ def test_steps_equal_those_of_the_optimizer(case, tmp_path):
     assert found[-1] < LAST
 
 
+def test_inverses_one_after_the_other_give_the_same_steps(tmp_path, monkeypatch):
+    monkeypatch.setattr(curvature, "_AT_ONCE", 0)
+    model = mlp((5, 6, 6, 3))
+    found = differences(model, "kfac", tmp_path / "files", classes(), steps=8)
+    assert found[0] < FIRST
+    assert found[-1] < LAST
+    assert b"Scan" in (tmp_path / "files" / "training.onnx").read_bytes()
+
+
 def test_updates_of_few_examples_equal_those_of_the_optimizer(tmp_path):
     """Matrices with a smaller side of 24 have bounds for batches of fewer than 12 examples."""
 
@@ -55,6 +65,17 @@ def test_updates_of_few_examples_equal_those_of_the_optimizer(tmp_path):
     found = differences(mlp((24, 40, 24)), "kfac", tmp_path / "files", draw)
     assert found[0] < FIRST
     assert found[-1] < LAST
+
+
+def test_layers_of_one_shape_take_the_steps_of_the_optimizer(tmp_path, monkeypatch):
+    """A file stacks them; each of these wide layers has new directions in its own steps only."""
+    monkeypatch.setattr(adaptive_lengths, "_NARROW", 20)
+    model = mlp((12, 30, 30, 30, 3))
+    found = differences(model, "kfac", tmp_path / "files", classes(), steps=12)
+    assert found[0] < FIRST
+    assert found[-1] < LAST
+    state = ke.TrainingFiles(tmp_path / "files").description.state
+    assert (2, 30, 30) in [shape for name, shape in state.items() if name.startswith("momentum/")]
 
 
 @pytest.mark.parametrize(

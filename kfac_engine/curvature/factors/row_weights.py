@@ -20,7 +20,7 @@ from kfac_engine.backend.namespace import array_module, as_array, recordable
 from kfac_engine.backend.protocol import Backend
 from kfac_engine.curvature.factors.statistics import Uses, rows_name
 from kfac_engine.errors import UnsupportedError
-from kfac_engine.layers.views import View, folded_shape
+from kfac_engine.layers.views import RowView, View, folded_shape
 from kfac_engine.losses.base import LossFunction
 from kfac_engine.losses.checks import Named
 
@@ -171,9 +171,14 @@ class ExampleWeights:
             if copies > 1:  # all uses or positions, one after the other, or those of each example
                 apart = folded > 1 or name in self.places.positions_first()
                 v = b.xp.tile(v, copies) if apart else b.xp.repeat(v, copies)
-            return of_rows(b.xp.zeros_like(ds) + v.reshape([-1, *[1] * (ds.ndim - 1 - axis)]))
+            # One feature says as much as all of them.
+            shape = [*ds.shape]
+            if isinstance(layer.view, RowView):
+                shape[layer.view.feature_axis] = 1
+            zeros = b.xp.zeros(tuple(shape), ds.dtype)
+            return of_rows(zeros + v.reshape([-1, *[1] * (ds.ndim - 1 - axis)]))
 
-        reached = of_rows((ds != 0).astype(ds.dtype))
+        reached: Array = np.sign(np.abs(in_rows(ds)).max(axis=-1)).reshape(-1)
         if self.weights is None or self.partial is None:
             return reached
         if name in self.places.unplaced:

@@ -305,6 +305,8 @@ class KroneckerMoment(Statistic):
         xp = backend.xp
         if self.homogeneous:
             rows = xp.concatenate([rows, xp.ones((rows.shape[0], 1), rows.dtype)], axis=1)
+        if is_recorded(rows):  # a file multiplies the rows in place of the larger matrix
+            weights, alpha = weights * alpha, 1.0
         rows = rows * xp.sqrt(weights).astype(rows.dtype)[:, None]
         backend.second_moment(rows, out, alpha=alpha, beta=1.0)
 
