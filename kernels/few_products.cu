@@ -14,29 +14,80 @@
 #endif
 #define PAIRS (ROWS * (ROWS + 1) / 2)
 
-// The row of one group at a position.
-__device__ __forceinline__ void read_row(const scalar* __restrict__ own, const Feature* seen_by,
-                                         const Position& here, const Images& g, int features,
-                                         float* z) {
+// Adds the offset of the pixels, which is then not computed again for each pair of feature and position.
+__device__ __forceinline__ void add_pixels(long long& offset, const int* pixels, const Images& g) {
+  #pragma unroll
+  for (int axis = 0; axis < 3; ++axis) offset += pixels[axis] * g.pixel_strides[axis];
+}
+
+// The row of one group at a position. The offsets of both have those of their pixels.
+__device__ __forceinline__ void read_row(const scalar* __restrict__ own,
+                                         const volatile Feature* seen_by, const Position& here,
+                                         const Images& g, int features, float* z) {
   #pragma unroll
   for (int f = 0; f < ROWS; ++f) {
-    const long long from = seen(seen_by[f], here, g);
-    z[f] = from < 0 ? 0.0f : read(own + from);
+    bool inside = here.counts;
+    #pragma unroll
+    for (int axis = 0; axis < 3; ++axis)
+      inside &= (unsigned)(here.pixels[axis] + seen_by[f].pixels[axis]) < (unsigned)g.shape[axis];
+    z[f] = inside ? read(own + (seen_by[f].offset + here.offset)) : 0.0f;
     if (f == features) z[f] = 1.0f;
   }
 }
 
-// Least number of blocks of a multiprocessor. Without it, the compiler uses 128 registers on sm_90 and
-// spills; older architectures need about 150 registers and fit one block.
-#if __CUDA_ARCH__ >= 860
-#define RESIDENT 2
-#else
-#define RESIDENT 1
-#endif
+// The features of a row, the same for all threads. In shared memory, and volatile where they are read,
+// they take no registers.
+__device__ __forceinline__ void aim(Feature* seen_by, const Images& g, const Taps& t, const Grid& grid) {
+  if (threadIdx.x < ROWS) {
+    Feature feature = feature_at(threadIdx.x, g, t, grid);
+    add_pixels(feature.offset, feature.pixels, g);
+    seen_by[threadIdx.x] = feature;
+  }
+  __syncthreads();
+}
+
+// Output positions from `first` in equal steps, without a division for each.
+struct Walk {
+  long long image;
+  int at[3], step[3], images;
+
+  __device__ __forceinline__ void begin(int first, int count, const Grid& grid) {
+    #pragma unroll
+    for (int axis = 2; axis >= 0; --axis) {
+      at[axis] = first % grid.outputs[axis];
+      step[axis] = count % grid.outputs[axis];
+      first /= grid.outputs[axis];
+      count /= grid.outputs[axis];
+    }
+    image = first;
+    images = count;
+  }
+  __device__ __forceinline__ void advance(const Grid& grid) {
+    int carry = 0;
+    #pragma unroll
+    for (int axis = 2; axis >= 0; --axis) {
+      at[axis] += step[axis] + carry;
+      const int over = at[axis] - grid.outputs[axis];
+      carry = over >= 0;
+      at[axis] = carry ? over : at[axis];
+    }
+    image += images + carry;
+  }
+  // Offsets as for read_row.
+  __device__ __forceinline__ Position position(const Images& g, const Taps& t) const {
+    Position found;
+    found.counts = true;
+    found.offset = image * g.image_stride;
+    #pragma unroll
+    for (int axis = 0; axis < 3; ++axis) found.pixels[axis] = at[axis] * t.strides[axis];
+    add_pixels(found.offset, found.pixels, g);
+    return found;
+  }
+};
 
 // Gram matrices: columns are rows, and only lower triangles are written. A piece is a run of positions,
 // counted image by image.
-extern "C" __global__ void __launch_bounds__(256, RESIDENT)
+extern "C" __global__ void __launch_bounds__(256, 2)
 few_products(const scalar* __restrict__ x, const scalar* __restrict__, float* __restrict__ parts,
              Images g, Images, Taps t, Taps, Grid grid, Work work) {
   __shared__ float warps[8][PAIRS];
@@ -44,14 +95,15 @@ few_products(const scalar* __restrict__ x, const scalar* __restrict__, float* __
   const scalar* own = x + (long long)group * g.channels * g.channel_stride;
   const long long begin = blockIdx.y * work.length;
   const long long end = begin + work.length < work.units ? begin + work.length : work.units;
-  Feature seen_by[ROWS];  // the same for all threads
-  #pragma unroll
-  for (int f = 0; f < ROWS; ++f) seen_by[f] = feature_at(f, g, t, grid);
+  __shared__ Feature seen_by[ROWS];
+  aim(seen_by, g, t, grid);
   float sums[PAIRS] = {};
+  Walk walk;
+  walk.begin((int)begin + threadIdx.x, 256, grid);
   for (long long p = begin + threadIdx.x; p < end; p += 256) {
-    const Position here = position_at((int)p, (int)end, g, t, grid);
     float z[ROWS];
-    read_row(own, seen_by, here, g, features, z);
+    read_row(own, seen_by, walk.position(g, t), g, features, z);
+    walk.advance(grid);
     #pragma unroll
     for (int i = 0; i < ROWS; ++i)
       #pragma unroll
@@ -75,7 +127,7 @@ few_products(const scalar* __restrict__ x, const scalar* __restrict__, float* __
 // Squared gradients of examples, for groups with one output, y (n, groups, *outputs): the sum over
 // images of (sum over positions of z y)^2. A piece is a run of images; a warp sums every eighth
 // image.
-extern "C" __global__ void __launch_bounds__(256)
+extern "C" __global__ void __launch_bounds__(256, 2)
 few_squares(const scalar* __restrict__ x, const scalar* __restrict__ y, float* __restrict__ parts,
             Images g, Images h, Taps t, Taps plain, Grid grid, Work work) {
   __shared__ float warps[8][ROWS];
@@ -83,19 +135,20 @@ few_squares(const scalar* __restrict__ x, const scalar* __restrict__ y, float* _
   const int positions = grid.outputs[0] * grid.outputs[1] * grid.outputs[2];
   const long long begin = blockIdx.y * work.length;
   const long long end = begin + work.length < work.units ? begin + work.length : work.units;
-  const Feature output = feature_at(0, h, plain, Grid{{0, 0, 0}, {1, 1, 1}});
-  Feature seen_by[ROWS];
-  #pragma unroll
-  for (int f = 0; f < ROWS; ++f) seen_by[f] = feature_at(f, g, t, grid);
+  __shared__ Feature seen_by[ROWS];
+  aim(seen_by, g, t, grid);
   float totals[ROWS] = {};
   for (long long image = begin + threadIdx.x / 32; image < end; image += 8) {
     const scalar* own = x + image * g.image_stride + (long long)group * g.channels * g.channel_stride;
     const scalar* gradient = y + image * h.image_stride + group * h.channel_stride;
     float sums[ROWS] = {};
+    Walk walk;
+    walk.begin(lane, 32, grid);
     for (int p = lane; p < positions; p += 32) {
       float z[ROWS];
-      read_row(own, seen_by, position_at(p, positions, g, t, grid), g, features, z);
-      const float found = read(gradient + seen(output, position_at(p, positions, h, plain, grid), h));
+      read_row(own, seen_by, walk.position(g, t), g, features, z);
+      const float found = read(gradient + walk.position(h, plain).offset);
+      walk.advance(grid);
       #pragma unroll
       for (int f = 0; f < ROWS; ++f) sums[f] += z[f] * found;
     }

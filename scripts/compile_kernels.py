@@ -25,6 +25,8 @@ LOOPS = {
     "pair_rows": ("sm_80", "sm_90"),
     "averages": ("sm_90",),
     "spans": ("sm_90",),
+    "few_products": ("sm_90",),
+    "example_sums": ("sm_90",),
 }
 
 # Map from a variant and an architecture to kernels and their resources.

@@ -218,8 +218,14 @@ MISTAKES = {
         replaced("<= (int)blockIdx.x", "< (int)blockIdx.x"),
         multiplied,
     ),
-    "few features, no barrier": ("few_products", barrier(2), grouped),
-    "few features, squares, no barrier": ("few_products", barrier(3), group_squares),
+    "few features, no barrier before they are read": ("few_products", barrier(2), grouped),
+    "few features, no barrier": ("few_products", barrier(3), grouped),
+    "few features, squares, no barrier": ("few_products", barrier(4), group_squares),
+    "few features, no carry to the next image": (
+        "few_products",
+        replaced("image += images + carry;", "image += images;"),
+        grouped,
+    ),
     "few features, squares of each lane": (
         "few_products",
         replaced("warp_sum(sums[f])", "sums[f]"),
