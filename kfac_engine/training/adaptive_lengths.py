@@ -5,6 +5,7 @@ follows from the agreement of the next gradient with the last update: an update 
 was short.
 """
 
+from collections import ChainMap
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -60,6 +61,8 @@ _BETA2, _EPSILON = 0.999, 1e-8
 
 # Momentum of the averages, unless it is given.
 AVERAGE = 0.85
+# Slots that have an array for each unit, and that exact steps do not need.
+KEPT = ("natural_gradient", "second_moment")
 
 # log k decays by this part in a step and grows by the agreement times the gain. An agreement of 1
 # doubles k in two steps; a constant agreement c leads to k = exp(4 c).
@@ -256,6 +259,18 @@ class AdaptiveLengthUpdate:
             **self.weight.new_slots(numbers),
             **(self.span.new_slots(numbers) if self.span else {}),
         }
+
+    def keep(self, slots: SlotArrays, parameters: Vector) -> None:
+        """Write parameters into the slots ``KEPT`` of a new state."""
+        units = self.units.split(parameters)
+        for slot in KEPT:
+            for name, array in slots[slot].items():
+                array[...] = units[name]
+
+    def kept(self, slots: SlotArrays, parameters: Vector) -> dict[str, Array]:
+        """Return the parameters that ``keep`` wrote; what no unit has is as in ``parameters``."""
+        units = dict(ChainMap(*(slots[slot] for slot in KEPT)))
+        return {n: array.copy() for n, array in self.units.join(units, parameters).items()}
 
     def __call__(self, step: StepInputs) -> Move:
         """Compute the new parameters of a step, and write the new state."""

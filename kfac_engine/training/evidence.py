@@ -85,19 +85,24 @@ class ShrinkageByEvidence:
 
     def kept_decay(self, seen: SeenExamples) -> float:
         """Return the factor of the weight decay beside the precisions."""
-        return 1 - _REPLACED * seen.share if self.blocks and seen.many else 1.0
+        return 1 - _REPLACED * seen.share if self.blocks and seen.familiar else 1.0
 
-    def after(self, evidence: Evidence, size: float, noise: float) -> Evidence:
-        """Return the evidence after one more batch, from the numbers of its residuals."""
-        residual = _DECAY * evidence.residual + (1 - _DECAY) * min(size, 1.0)
+    def after(self, evidence: Evidence, step: int, size: float, noise: float) -> Evidence:
+        """Return the evidence after one more batch, from the numbers of its residuals.
+
+        ``step`` is the number of steps so far. The averages begin with the first batch, so that the
+        noise has the unit of the targets.
+        """
+        part = max(1 - _DECAY, 1 / (step + 1))
+        residual = evidence.residual + part * (min(size, 1.0) - evidence.residual)
         return replace(
-            evidence, residual=residual, noise=_DECAY * evidence.noise + (1 - _DECAY) * noise
+            evidence, residual=residual, noise=evidence.noise + part * (noise - evidence.noise)
         )
 
     @staticmethod
     def is_due(evidence: Evidence, step: int, seen: SeenExamples) -> bool:
         """Return whether a step computes the precisions; ``step`` is the number of steps so far."""
-        return step >= evidence.due and seen.many and seen.share > 0
+        return step >= evidence.due and seen.familiar and seen.share > 0
 
     def measured(
         self, evidence: Evidence, step: int, seen: SeenExamples, values: Vector

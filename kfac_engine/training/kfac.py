@@ -22,7 +22,12 @@ from kfac_engine.errors import InputError, NonFiniteError
 from kfac_engine.layers.feature_powers import FeaturePowers, LayerInput
 from kfac_engine.losses.normal import NormalMeanNegativeLogProbLoss
 from kfac_engine.losses.objective import Residuals
-from kfac_engine.training.adaptive_lengths import AVERAGE, AdaptiveLengthUpdate, adaptive_lengths
+from kfac_engine.training.adaptive_lengths import (
+    AVERAGE,
+    KEPT,
+    AdaptiveLengthUpdate,
+    adaptive_lengths,
+)
 from kfac_engine.training.checkpoint import COUNTER, SavedState
 from kfac_engine.training.curvature_updates import (
     CurvatureUpdates,
@@ -33,6 +38,7 @@ from kfac_engine.training.damping_adaptation import DampingAdaptation
 from kfac_engine.training.evidence import Evidence, ShrinkageByEvidence, shrinkage_by_evidence
 from kfac_engine.training.gauss_newton import FOLLOWS, MOMENTUM, GaussNewtonUpdate
 from kfac_engine.training.kfac_updates import (
+    Move,
     RatedUpdate,
     StepInputs,
     Update,
@@ -80,9 +86,11 @@ _WEIGHT_DECAY = 0.05
 _MOMENTUM = 0.9
 # Number of examples that come again and again, for which the decay doubles, and its largest factor.
 _FEW, _MOST_DECAY = 6000.0, 20.0
-# Part of the residuals to expect, below which the updates of "auto" become shorter. It grows with
-# the decay, by this factor at most.
-_SMALL_RESIDUALS, _MOST_EARLIER = 0.1, 6.0
+# Part of the residuals to expect, below which the updates of "auto" become shorter.
+_SMALL_RESIDUALS = 0.1
+# Number of independent batches that an average of gradients holds, about (1 + μ) / (1 − μ), and the
+# largest factor of the lengths where epochs are shorter.
+_AVERAGED, _LONGEST = 12.0, 2.0
 
 
 class Rule(NamedTuple):
@@ -123,9 +131,10 @@ class KfacOptimizer(Optimizer):
     Adam with ``adam_rate``. All lengths fall with the residuals: the residual is the root of the
     mean square of the loss's gradients, relative to its expected value for the least certain
     predictions (``Residuals``). Below a tenth, lengths are multiplied by ten times the residual.
-    If a run repeats few examples (``SeenExamples``), weights shrink more and lengths fall earlier.
-    If it repeats at least 1,024 rows of a table, weights shrink by their noise
-    (``ShrinkageByEvidence``). The damping is relative (``RelativeDamping``).
+    If a run repeats few examples (``SeenExamples``), weights shrink more. If it repeats at least
+    1,024 rows of a table, or fewer for the seventh time, weights shrink by their noise
+    (``ShrinkageByEvidence``); if the table has few batches, updates are up to twice as long. The
+    damping is relative (``RelativeDamping``).
 
     Where all losses are squared errors and every step has the same examples and targets, as for a
     function or an equation, ``"auto"`` fits them exactly from the eleventh step on. An exact step
@@ -135,9 +144,10 @@ class KfacOptimizer(Optimizer):
     whole batch's curvature and a damping that starts at 1 and follows ``DampingAdaptation(2,
     0.9)``. The first 30 or 60 exact steps leave a fifth of the examples out (``RepeatedBatch``). If
     the loss of these examples rises by a twentieth of the loss's fall so far, the minimum fits
-    noise, and the optimizer returns to its earlier kind of step. A batch with other examples ends
-    the exact steps. A caller who passes ``damping``, ``momentum``, a positive ``weight_decay`` or
-    ``adapt_damping`` excludes exact steps.
+    noise, and the optimizer returns to the parameters before the first exact step, and to its
+    earlier kind of step. A batch with other examples ends the exact steps. A caller who passes
+    ``damping``, ``momentum``, a positive ``weight_decay`` or ``adapt_damping`` excludes exact
+    steps.
 
     With ``"quadratic"``, ``p = (F + λ)⁻¹ g``, ``v ← μ v − α p`` and ``θ ← θ − (v + w θ)``, where α
     and μ minimize the quadratic model of the loss with the whole Fisher matrix (``momentum=
@@ -289,11 +299,12 @@ class KfacOptimizer(Optimizer):
             basis, gradients = self._tried(basis, gradients, clock)
         rule = self._rule
         decay, size = _decay(basis.seen.scarcity), residuals and residuals.size()
+        examples = sum(map(sum, self.engine.passes.part_sizes))
         if rule is self._given:
-            scale *= _signal(size, decay)
+            scale *= _signal(size)
             for name, strength in self._shrinkage.strengths(basis.evidence).items():
                 add_multiple(gradients[name], strength, values[name])
-        rate = self._rate(scale)
+        rate = self._rate(scale * self._longer(examples, basis.seen.scarcity))
         for name, gradient in gradients.items() if self._l2 else ():
             add_multiple(gradient, self._l2, values[name])
         penalty = self._penalty() if self._l2 else 0.0
@@ -304,7 +315,7 @@ class KfacOptimizer(Optimizer):
             gradients=gradients,
             parameters=values,
             slots=self._slots,
-            new_slots=self._new_slots(),
+            new_slots=self._new_slots() | self._kept(),
             step=self.steps,
             loss=basis.loss,
             rate=rate,
@@ -313,7 +324,7 @@ class KfacOptimizer(Optimizer):
             damping=damping,
             l2=self._l2,
             batch=basis.batch,
-            examples=sum(map(sum, self.engine.passes.part_sizes)),
+            examples=examples,
             predicts=rule.adaptation is not None and rule.adaptation.is_due(self.steps),
             clock=clock,
             decay=self._shrinkage.kept_decay(basis.seen) * _left(decay, size),
@@ -330,6 +341,7 @@ class KfacOptimizer(Optimizer):
             )
         move = rule.update(step)
         if self._exact:
+            move = self._judged(move, basis.repeated)
             repeated = basis.repeated.solved(move.iterations)
             basis = basis._replace(following=move.following, repeated=repeated)
         self._next_basis = basis
@@ -363,7 +375,7 @@ class KfacOptimizer(Optimizer):
             repeated = self._repeated_with(batch, loss, clock)
             self._follow(self._rules[1 + int(repeated.rule) if repeated.exact else 0], undo)
         if self._shrinkage.blocks and residuals is not None and self._rule is self._given:
-            evidence = self._evidence_with(residuals, seen)
+            evidence = self._evidence_with(residuals, seen, tells=not repeated.refused)
         return Basis(batch, loss, seen, repeated, evidence=evidence)
 
     def _rate(self, scale: float) -> float:
@@ -389,8 +401,7 @@ class KfacOptimizer(Optimizer):
 
     def recorded(self, repeats: Callable[[FisherBlock], float]) -> StackedUpdate:
         """Return the update of a training file; ``repeats`` has the rows of each example."""
-        update = self._given.update
-        assert isinstance(update, AdaptiveLengthUpdate), "the caller checks the options"
+        update = self._lengths
         rows = {name: repeats(block) for name, block in update.blocks.items()}
         return stacked_update(update, self._parameters(), rows)
 
@@ -419,7 +430,8 @@ class KfacOptimizer(Optimizer):
                 ``moment`` of its inputs, and the powers of ``features``.
         """
         decay, size = _decay(recorded.scarcity), residuals.size()
-        scale = scale * _signal(size, decay)
+        scale = scale * _signal(size)
+        longer = self._longer(recorded.examples, recorded.scarcity)
         step = StepInputs(
             gradients=gradients,
             parameters=parameters,
@@ -427,7 +439,7 @@ class KfacOptimizer(Optimizer):
             new_slots=slots[1],
             step=steps,
             loss=recorded.loss,
-            rate=scale * evaluated_rate(self._learning_rate, steps),
+            rate=longer * scale * evaluated_rate(self._learning_rate, steps),
             scale=scale,
             momentum=evaluated_momentum(self._given.momentum, steps),
             damping=self._damping,
@@ -446,6 +458,16 @@ class KfacOptimizer(Optimizer):
     def counts_examples(self) -> bool:
         """Whether updates depend on how often examples come again."""
         return isinstance(self._given.update, AdaptiveLengthUpdate) and self._weight_decay > 0
+
+    def _longer(self, examples: Any, scarcity: Any) -> Any:
+        """Return the factor of the lengths of updates of a table's network.
+
+        The batches of an epoch have all examples, so that their noise cancels. An average over
+        several epochs has less noise than one over as many independent batches.
+        """
+        if not self._shrinkage.blocks:
+            return 1.0
+        return _least(1 + _AVERAGED * examples * scarcity, _LONGEST**2) ** 0.5
 
     @recordable
     def measures_whole(self, slots: Mapping[str, Mapping[str, Any]]) -> Any:
@@ -496,10 +518,15 @@ class KfacOptimizer(Optimizer):
         with clock("statistics"):
             return repeated.following(0 if update.suits(batch) else 1)
 
-    def _evidence_with(self, residuals: Residuals, seen: SeenExamples) -> Evidence:
-        """Return the evidence of all steps and of a batch; it is called if weights shrink by it."""
+    def _evidence_with(self, residuals: Residuals, seen: SeenExamples, *, tells: bool) -> Evidence:
+        """Return the evidence of all steps and of a batch; it is called if weights shrink by it.
+
+        ``tells`` is whether residuals tell the noise, and not how well it is fitted.
+        """
         evidence, rule = self._basis.evidence, self._shrinkage
-        evidence = rule.after(evidence, float(residuals.size()), float(residuals.noise()))
+        if tells:
+            size, noise = float(residuals.size()), float(residuals.noise())
+            evidence = rule.after(evidence, self.steps, size, noise)
         if not rule.is_due(evidence, self.steps, seen):
             return evidence
         self.engine.fisher.division.complete()
@@ -518,8 +545,24 @@ class KfacOptimizer(Optimizer):
             self._spare_slots = {}
 
         undo.add(restore)
+        start = self._kept()
         self._rule, self.damping = rule, rule.damping
         self._slots, self._spare_slots = self._given.update.new_slots(self._parameters()), {}
+        if rule is not self._given:
+            self._slots |= start
+            if not start:
+                self._lengths.keep(self._slots, self._parameters())
+
+    def _kept(self) -> SlotArrays:
+        """Return the slots in which exact steps keep the parameters before the first one."""
+        return {} if self._rule is self._given else {name: self._slots[name] for name in KEPT}
+
+    @property
+    def _lengths(self) -> AdaptiveLengthUpdate:
+        """The update of ``"auto"``."""
+        update = self._given.update
+        assert isinstance(update, AdaptiveLengthUpdate), "the caller checks the options"
+        return update
 
     def _tried(
         self, basis: Basis, gradients: dict[str, Array], clock: StageClock
@@ -538,6 +581,12 @@ class KfacOptimizer(Optimizer):
         repeated = basis.repeated.judged(result.loss, left_out)
         basis = basis._replace(batch=division.fitted, loss=result.loss, repeated=repeated)
         return basis, {name: result.gradients[name] for name in self._names}
+
+    def _judged(self, move: Move, repeated: RepeatedBatch) -> Move:
+        """Return the move of a step; if its trial has failed, to where exact steps began."""
+        if self._rule is self._given or not repeated.refused:
+            return move
+        return move._replace(values=self._lengths.kept(self._slots, self._parameters()))
 
     def _penalty(self) -> float:
         """Return ``½ l2 ‖θ‖²`` for the present parameters."""
@@ -668,13 +717,12 @@ def _decay(scarcity: Any) -> Any:
 
 def _left(decay: Any, size: Any) -> Any:
     """Return the factor of the weight decay: near 1 where hardly any residuals are left."""
-    return 1 + (decay - 1) * (1.0 if size is None else np.minimum(size / _SMALL_RESIDUALS, 1.0))
+    return 1 + (decay - 1) * _signal(size)
 
 
-def _signal(size: Any, decay: Any) -> Any:
+def _signal(size: Any) -> Any:
     """Return the factor of the lengths by the size of the residuals, if they depend on it."""
-    least = _SMALL_RESIDUALS * _least(decay, _MOST_EARLIER)
-    return 1.0 if size is None else np.minimum(size / least, 1.0)
+    return 1.0 if size is None else np.minimum(size / _SMALL_RESIDUALS, 1.0)
 
 
 def _least(value: Any, bound: float) -> Any:

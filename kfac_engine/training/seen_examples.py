@@ -22,6 +22,8 @@ from kfac_engine.distributed.protocol import Communicator
 
 # Fingerprints that are kept.
 _KEPT = 1024
+# Part of the examples of all steps that came again, in the seventh epoch.
+_FAMILIAR = 0.85
 # Entries of an example that are converted at a time.
 _WORDS = 4096
 # Numbers such as 1.0 have bits in the high half only, which a product modulo 2⁶⁴ would cut off.
@@ -54,9 +56,9 @@ class SeenExamples:
         return float(1 - np.count_nonzero(self.times) / max(self.times.sum(), 1))
 
     @property
-    def many(self) -> bool:
-        """Whether at least 1,024 examples are different."""
-        return bool(self.times[-1] > 0)
+    def familiar(self) -> bool:
+        """Whether at least 1,024 examples are different, or most of them came several times."""
+        return bool(self.times[-1] > 0 or self.share > _FAMILIAR)
 
     def saved(self) -> dict[str, Array]:
         """Return the arrays of a checkpoint."""

@@ -117,6 +117,53 @@ def test_noise_shrinks_the_weights_and_little_noise_does_not(noise):
     assert errors[0] < errors[1]
 
 
+def test_few_rows_shrink_by_the_evidence_from_the_seventh_epoch_on():
+    optimizer, (x, y, *_) = ke.KfacOptimizer(engine_of()), table(1.0)
+    found = []
+    for step in range(18):
+        rows = slice(0, 30) if step % 2 else slice(30, 60)
+        optimizer.step(x[rows], y[rows])
+        found.append(bool(precisions(optimizer).any()))
+    assert found == [False] * 13 + [True] * 5
+
+
+def cancelled(batches, decay=0.85, runs=2000):
+    """How much less noise an average over epochs has than one over independent batches."""
+    rng, squares = np.random.default_rng(0), []
+    for _ in range(runs):
+        noise = rng.standard_normal(batches)
+        noise = (noise - noise.mean()) / np.sqrt(1 - 1 / batches)  # an epoch has no noise in all
+        steps = np.concatenate([rng.permutation(noise) for _ in range(90 // batches + 2)])
+        steps = steps[: len(steps) - rng.integers(batches)][-90:]
+        squares.append((steps @ decay ** np.arange(len(steps))[::-1] * (1 - decay)) ** 2)
+    return (1 - decay) / (1 + decay) / np.mean(squares)
+
+
+@pytest.mark.parametrize("batches", [5, 8, 16])
+def test_batches_whose_noise_cancels_have_longer_updates(batches):
+    """The squares of the lengths grow with the noise that cancels, which a simulation shows."""
+    optimizer, size, epochs = ke.KfacOptimizer(engine_of()), 10, 12
+    rng = np.random.default_rng(1)
+    x = rng.standard_normal((batches * size, COLUMNS)).astype(np.float32)
+    y = 5 * rng.standard_normal((len(x), 1)).astype(np.float32)
+    for step in range(batches * epochs):
+        rows = slice(step % batches * size, (step % batches + 1) * size)
+        report = optimizer.step(x[rows], y[rows])
+        if step == 0:
+            assert report.learning_rate == pytest.approx(0.03)
+    again = 1 - 1 / epochs  # the noise of the first epoch does not cancel
+    longer = (report.learning_rate / 0.03) ** 2
+    assert longer == pytest.approx(1 + again * (cancelled(batches) - 1), rel=0.15)
+
+
+def test_two_batches_an_epoch_double_the_lengths():
+    optimizer, (x, y, *_) = ke.KfacOptimizer(engine_of()), table(3.0)
+    for step in range(8):
+        rows = slice(0, 300) if step % 2 else slice(300, 600)
+        report = optimizer.step(x[rows], y[rows])
+    assert report.learning_rate == pytest.approx(0.06)
+
+
 def test_a_saved_run_continues_with_equal_bits(tmp_path):
     whole = trained(ke.KfacOptimizer(engine_of()), 4)
     trained(ke.KfacOptimizer(engine_of()), 2).save(tmp_path / "state")

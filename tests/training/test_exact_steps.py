@@ -87,6 +87,33 @@ def test_a_batch_whose_minimum_fits_noise_is_not_fitted_exactly(n, d, noise, fit
         np.testing.assert_allclose(optimizer.engine.parameters["w"], solution, atol=1e-4)
 
 
+# Steps by the quadratic model, and in the sample space.
+@pytest.mark.parametrize("make", [lambda: linear(30), lambda: network([30, 8, 1])])
+def test_a_failed_trial_goes_back_to_where_exact_steps_began(make, tmp_path):
+    x, y = linear_data(40, 30, noise=3.0)
+    optimizer, resumed = optimizer_of(make()), optimizer_of(make())
+    for step in range(BEFORE + TRIAL):
+        if step == BEFORE:
+            began = {name: value.copy() for name, value in optimizer.engine.parameters.items()}
+        if step == BEFORE + 1:  # a checkpoint has the parameters before the trial
+            assert not np.array_equal(next(iter(began.values())), first_of(optimizer))
+            optimizer.save(tmp_path / "state")
+            resumed.load(tmp_path / "state")
+            optimizer = resumed
+        optimizer.step({"x": x}, y)
+        if optimizer._basis.repeated.refused:
+            break
+    assert BEFORE < step < BEFORE + TRIAL
+    for name, value in optimizer.engine.parameters.items():
+        np.testing.assert_array_equal(value, began[name])
+    assert not is_exact(optimizer.step({"x": x}, y))
+    assert not np.array_equal(next(iter(began.values())), first_of(optimizer))
+
+
+def first_of(optimizer):
+    return next(iter(optimizer.engine.parameters.values()))
+
+
 def test_a_function_is_fitted_far_better_by_exact_steps():
     x = np.linspace(-1, 1, 60)[:, None]
     y = np.sin(4 * x) + x**2
