@@ -172,7 +172,7 @@ def test_steps_of_resnet20_equal_cpu_within_budgets(monkeypatch: pytest.MonkeyPa
     forget()
     cupy_standin.install(monkeypatch)
     monkeypatch.setattr(CupyMemorySpace, "kind", "cpu")
-    monkeypatch.setattr(cuda_backend, "_SPLIT", 0)  # the fastest on a CPU
+    monkeypatch.setattr(cuda_backend, "_PRODUCTS", 0)  # the fastest on a CPU
     network, batch = resnet20(side=8), 192  # as many Newton-Schulz iterations as large batches
     model = onnx.load_from_string(network.data)
     optimizers = [
