@@ -169,7 +169,8 @@ class CupyBackend:
         self._add_rows(rows, out, Accumulation(homogeneous, alpha, beta))
 
     def mirror(self, moment: Array) -> None:
-        del moment  # kernels write both triangles
+        # Kernels write both triangles; a caller that mirrors a moment reads it next.
+        self._moments.settle(moment)
 
     def patch_second_moment(
         self,
