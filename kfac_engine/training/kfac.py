@@ -91,6 +91,7 @@ _SMALL_RESIDUALS = 0.1
 # Number of independent batches that an average of gradients holds, about (1 + μ) / (1 − μ), and the
 # largest factor of the lengths where epochs are shorter.
 _AVERAGED, _LONGEST = 12.0, 2.0
+_OF_TWO_BATCHES = 0.5  # bound of the part of the examples in one of two batches
 
 
 class Rule(NamedTuple):
@@ -463,11 +464,14 @@ class KfacOptimizer(Optimizer):
         """Return the factor of the lengths of updates of a table's network.
 
         The batches of an epoch have all examples, so that their noise cancels. An average over
-        several epochs has less noise than one over as many independent batches.
+        several epochs has less noise than one over as many independent batches. A batch of all
+        examples has no noise, so that the agreement of its gradients finds the length.
         """
         if not self._shrinkage.blocks:
             return 1.0
-        return _least(1 + _AVERAGED * examples * scarcity, _LONGEST**2) ** 0.5
+        of_all = examples * scarcity  # at least ½ for a batch of all examples
+        squares = np.minimum(1 + _AVERAGED * of_all, _LONGEST**2)
+        return np.where(of_all < _OF_TWO_BATCHES, squares, 1.0) ** 0.5
 
     @recordable
     def measures_whole(self, slots: Mapping[str, Mapping[str, Any]]) -> Any:

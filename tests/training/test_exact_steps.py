@@ -123,7 +123,7 @@ def test_a_function_is_fitted_far_better_by_exact_steps():
         for _ in range(150):
             optimizer.step({"x": x}, y)
         errors[name] = ((optimizer.engine.predict(x) - y) ** 2).mean()
-    assert errors["default"] < 0.02 * errors["never exact"]
+    assert errors["default"] < 0.05 * errors["never exact"]
 
 
 def shuffled(x, y, step):
