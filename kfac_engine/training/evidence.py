@@ -17,6 +17,7 @@ from kfac_engine._types import Array
 from kfac_engine.curvature.blocks.base import FisherBlock
 from kfac_engine.engine.engine import Engine
 from kfac_engine.layers.parameter_slices import Piece
+from kfac_engine.losses.normal import NormalMeanNegativeLogProbLoss
 from kfac_engine.training.seen_examples import SeenExamples
 from kfac_engine.training.vectors import Vector
 
@@ -78,6 +79,8 @@ class ShrinkageByEvidence:
 
     # The block of each weight; none where the rule does not apply.
     blocks: Mapping[str, FisherBlock] = field(default_factory=dict)
+    # Whether fewer than 1,024 rows count: those of squared errors, whose noise is measured.
+    few: bool = False
 
     def start(self) -> Evidence:
         """Return the evidence before the first step."""
@@ -85,7 +88,7 @@ class ShrinkageByEvidence:
 
     def kept_decay(self, seen: SeenExamples) -> float:
         """Return the factor of the weight decay beside the precisions."""
-        return 1 - _REPLACED * seen.share if self.blocks and seen.familiar else 1.0
+        return 1 - _REPLACED * seen.share if self.blocks and self._knows(seen) else 1.0
 
     def after(self, evidence: Evidence, step: int, size: float, noise: float) -> Evidence:
         """Return the evidence after one more batch, from the numbers of its residuals.
@@ -99,10 +102,13 @@ class ShrinkageByEvidence:
             evidence, residual=residual, noise=evidence.noise + part * (noise - evidence.noise)
         )
 
-    @staticmethod
-    def is_due(evidence: Evidence, step: int, seen: SeenExamples) -> bool:
+    def _knows(self, seen: SeenExamples) -> bool:
+        """Return whether the rows are enough for the evidence."""
+        return seen.familiar if self.few else seen.many
+
+    def is_due(self, evidence: Evidence, step: int, seen: SeenExamples) -> bool:
         """Return whether a step computes the precisions; ``step`` is the number of steps so far."""
-        return step >= evidence.due and seen.familiar and seen.share > 0
+        return step >= evidence.due and self._knows(seen) and seen.share > 0
 
     def measured(
         self, evidence: Evidence, step: int, seen: SeenExamples, values: Vector
@@ -158,4 +164,5 @@ def shrinkage_by_evidence(
         and all(w.kind == _DENSE and name in whole for name, w in weights.items())
         and 0 < max(widths.values(), default=0) <= _WIDEST
     )
-    return ShrinkageByEvidence(blocks if applies else {})
+    squared = all(isinstance(loss, NormalMeanNegativeLogProbLoss) for loss in objective.terms)
+    return ShrinkageByEvidence(blocks if applies else {}, few=squared)

@@ -132,8 +132,8 @@ class KfacOptimizer(Optimizer):
     Adam with ``adam_rate``. All lengths fall with the residuals: the residual is the root of the
     mean square of the loss's gradients, relative to its expected value for the least certain
     predictions (``Residuals``). Below a tenth, lengths are multiplied by ten times the residual.
-    If a run repeats few examples (``SeenExamples``), weights shrink more. If it repeats at least
-    1,024 rows of a table, or fewer for the seventh time, weights shrink by their noise
+    If a run repeats few examples (``SeenExamples``), weights shrink more; if it repeats at least
+    1,024 rows of a table, or fewer with squared errors for the seventh time, by their noise
     (``ShrinkageByEvidence``); if the table has few batches, updates are up to twice as long. The
     damping is relative (``RelativeDamping``).
 

@@ -56,9 +56,14 @@ class SeenExamples:
         return float(1 - np.count_nonzero(self.times) / max(self.times.sum(), 1))
 
     @property
+    def many(self) -> bool:
+        """Whether at least 1,024 examples are different."""
+        return bool(self.times[-1] > 0)
+
+    @property
     def familiar(self) -> bool:
         """Whether at least 1,024 examples are different, or most of them came several times."""
-        return bool(self.times[-1] > 0 or self.share > _FAMILIAR)
+        return self.many or self.share > _FAMILIAR
 
     def saved(self) -> dict[str, Array]:
         """Return the arrays of a checkpoint."""

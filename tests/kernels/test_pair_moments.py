@@ -275,7 +275,6 @@ MISTAKES = {
     ),
     "columns of other tiles": ("pair_rows", "(same ? 0 : SIDE * SLOT)", "0"),
     "rows of the first image": ("pair_rows", "image += over ? image_stride : 0;", ""),
-    "positions after the last": ("pair_rows", "if (p < end && channel", "if (channel"),
     "scales of one feature": (
         "pair_rows",
         "all.scales[i * STEP + feature]",
