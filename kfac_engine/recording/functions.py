@@ -106,7 +106,7 @@ def applied(tape: Tape, name: str, inputs: Sequence[Any]) -> Symbol:
 
 
 def _without_effect(name: str, inputs: Sequence[Any]) -> Symbol | None:
-    """Return the array that a sum with zero or a product with one returns; None for others."""
+    """Return ``x`` for ``x + 0``, ``x − 0``, ``x · 1`` and ``x / 1``; None for other operations."""
     for array, number in (inputs, inputs[::-1]) if name in _COMMUTES else (inputs,):
         if isinstance(array, Recorded) and isinstance(number, int | float):
             same = isinstance(number, int) or array.dtype.kind == "f"

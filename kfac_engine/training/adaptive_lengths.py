@@ -665,7 +665,7 @@ class AdaptiveLengthUpdate:
 
 
 def _weighted(step: StepInputs, weight: Any) -> StepInputs:
-    """Return a step whose gradients are multiplied by a weight, in place where they may be."""
+    """Return a step with gradients times a weight; unless it predicts, they are overwritten."""
     recorded = is_recorded(weight)
     if recorded or step.predicts:
         number = weight.astype(np.float32) if recorded else weight

@@ -534,7 +534,7 @@ class CurvatureSteps:
     def _inverse_stack(
         self, stack: Any, d: int, places: Sequence[int], averages: Sequence[Symbol]
     ) -> Any:
-        """Return the damped inverses of a stack of matrices, those of the factors ``places``."""
+        """Return the damped inverses of the factors ``places``, whose averages are a stack."""
         counts = [averages[i].size // d**2 for i in places]
         traces = np.trace(stack, axis1=1, axis2=2)[:, None, None]
         # The blocks of a divided factor are filled up to equal sizes.

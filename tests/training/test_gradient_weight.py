@@ -23,7 +23,7 @@ def weights_of(rows, back=()):
 
 
 def expected(rows):
-    """The weights by the definition, with lengths in place of squares."""
+    """The weights that the definition gives, computed from lengths of gradients, not squares."""
     usual, found = None, []
     for step, row in enumerate(np.sqrt(rows)):
         usual = row**2 if usual is None else usual
