@@ -72,7 +72,7 @@ _EXACT = "exact"  # the entry that says whether the last step was exact
 # Factors of the damping and of the learning rate after the loss has exploded.
 _MORE_DAMPING, _SHORTER = 10, 0.3
 
-# Damping at a learning rate, and relative damping of "auto": see docs/training.md.
+# Damping at a learning rate, and relative damping of "auto": see docs/default_rule.md.
 _DAMPING, _RELATIVE_DAMPING = 0.01, 0.1
 # Damping of the first exact step, and its adaptation.
 _EXACT_DAMPING, _FOLLOWS_QUICKLY = 1.0, DampingAdaptation(interval=2, decay=0.9)
