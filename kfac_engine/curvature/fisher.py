@@ -333,21 +333,12 @@ class Fisher(Sealed):
 
     # -- commit -----------------------------------------------------------------------------------
 
-    def commit(
-        self,
-        update: Update | None,
-        gradients: dict[str, Array] | None = None,
-        *,
-        decay: float | None = None,
-    ) -> Mapping[str, Array | Rows]:
-        """Update the averages, and return the gradients of the batch that this process multiplies.
+    def commit(self, update: Update, *, decay: float | None = None) -> None:
+        """Update the averages by a measured batch, of which each process has its shard.
 
-        ``Division.exchange_losses`` precedes. ``gradients`` are the gradients of the shard; they
-        are summed over the processes as by ``Division.combine``. ``update`` is None if no
-        statistics are due. A ``decay`` of None is ``cov_ema_decay``.
+        A ``decay`` of None is ``cov_ema_decay``.
         """
-        decay = self.cov_ema_decay if decay is None else decay
-        return self.division.combine(update, gradients or {}, decay)
+        self.division.commit(update, self.cov_ema_decay if decay is None else decay)
 
     def update_covariances(
         self,

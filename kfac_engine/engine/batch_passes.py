@@ -8,13 +8,14 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
-from math import isfinite, prod
+from math import fsum, isfinite, nan, prod, sqrt
 from types import MappingProxyType
 from typing import NamedTuple, NoReturn
 
 from kfac_engine._types import Array, Rows, entries
 from kfac_engine.curvature.factors.base import FisherFactor
 from kfac_engine.curvature.factors.readers import Measurements, Update
+from kfac_engine.curvature.factors.refresh import Division
 from kfac_engine.curvature.factors.row_weights import ExampleWeights
 from kfac_engine.curvature.fisher import Fisher
 from kfac_engine.curvature.sources import MeasuredBatch
@@ -40,6 +41,8 @@ from kfac_engine.runtime.trace import Trace
 
 # Largest difference of factors that are equal up to rounding.
 _EQUAL = 1e-12
+# Gradients whose norms have a smaller sum cannot overflow when they are added.
+_LARGE_NORM = 1e30
 
 
 class BackwardResult(NamedTuple):
@@ -71,13 +74,15 @@ class BackwardResult(NamedTuple):
 
 
 class StepGradients(NamedTuple):
-    """Loss and gradients of a step of an optimizer, over all processes."""
+    """Loss and gradients of a step, over all processes."""
 
     loss: float
-    gradients: dict[str, Array]  # by parameter, in the layout of the file
+    gradients: Mapping[str, Array | Rows]  # by parameter; those of a ``division`` if it is given
+    bound: float | None  # an upper bound of the norm of the gradient; None in one process
     residuals: Residuals  # of all processes, if those of this one are measured
     losses: dict[str, float]  # the part of the loss of each output, if there are several
     notes: tuple[str, ...]  # notes on the axes of the batch
+    shard: BackwardResult  # loss and gradients of this process
 
 
 def reported_loss(trace: Trace, objective: Objective, observation: Observation) -> float:
@@ -338,43 +343,79 @@ class BatchPasses:
             backward.each,
         )
 
-    def record(self, loss: float, gradients: Mapping[str, Array | Rows]) -> None:
-        """Record a batch's loss, and check the gradients' sums over several processes."""
-        if not self.shards.alone:
-            arrays = {name: entries(gradient) for name, gradient in gradients.items()}
-            with self.history.explain():
-                check_finite(arrays, self.model.memory_space)
-        self.history.add(loss)
-
     def step_gradients(
         self,
-        parts: Sequence[Batch],
+        traced: TracedParts,
         residuals: Residuals | None = None,
         features: FeaturePowers | None = None,
         *,
         update_buffers: bool = True,
+        outputs: Sequence[str] | None = None,
+        division: Division | None = None,
     ) -> StepGradients:
         """Differentiate a batch of all processes, and update running statistics.
 
-        The caller has checked the memory. ``residuals`` measures the residuals of this process, and
-        ``features`` receives the powers of features in the batch of all processes.
+        Args:
+            traced: The shard of this process; the caller has checked the memory.
+            residuals: Measures the residuals of this process.
+            features: Receives the powers of features in the batch of all processes.
+            update_buffers: Whether running statistics change.
+            outputs: As for ``gradients``.
+            division: Divides the gradients among processes; None for all gradients on each.
         """
-        backward = self.gradients(self.traced(parts), update_buffers, residuals, features)
-        (loss, *each), residuals = self.shards.totals((backward.loss, *backward.each), residuals)
+        backward = self.gradients(traced, update_buffers, residuals, features, outputs)
+        norm = nan if self.shards.alone else self._norm(backward.gradients)
+        numbers = backward.loss, norm, *backward.each
+        (loss, bound, *each), residuals = self.shards.totals(numbers, residuals)
+        gradients: Mapping[str, Array | Rows] = backward.gradients
         if not self.shards.alone:
-            with self.agreement.exchanging():
-                powers = None if features is None else features.sums
-                more = [] if powers is None else [powers]
-                self.shards.sum([*backward.gradients.values(), *more])
-        self.record(loss, backward.gradients)
+            gradients = self._summed(backward.gradients, features, division)
+            if not bound < _LARGE_NORM:
+                self._check_sums(gradients)
+        self.history.add(loss)
         self.model.buffers.update(backward.buffers)
+        return StepGradients(
+            loss,
+            gradients,
+            None if self.shards.alone else bound,
+            residuals,
+            self._losses_by_output(each),
+            backward.notes,
+            backward,
+        )
+
+    def _norm(self, gradients: Mapping[str, Array]) -> float:
+        backend = self._assembly.collection.backend
+        return sqrt(fsum(backend.squared_norms([*gradients.values()])))
+
+    def _summed(
+        self,
+        gradients: dict[str, Array],
+        features: FeaturePowers | None,
+        division: Division | None,
+    ) -> Mapping[str, Array | Rows]:
+        """Sum gradients over several processes, and the powers of features in place."""
+        powers = None if features is None else features.sums
+        more = [] if powers is None else [powers]
+        with self.agreement.exchanging():
+            if division is not None:
+                return division.sum_gradients(gradients)
+            self.shards.sum([*gradients.values(), *more])
+        return gradients
+
+    def _check_sums(self, gradients: Mapping[str, Array | Rows]) -> None:
+        """Check gradients that have been summed over several processes."""
+        arrays = {name: entries(gradient) for name, gradient in gradients.items()}
+        with self.history.explain():
+            check_finite(arrays, self.model.memory_space)
+
+    def _losses_by_output(self, each: Sequence[float]) -> dict[str, float]:
+        """Return the parts of a loss by output; none if there is a single one."""
         losses: dict[str, float] = {}
         for term, value in zip(self.objective.terms, each, strict=True):
             name = self.objective.outputs.get(term.inputs[0], term.inputs[0])
             losses[name] = losses.get(name, 0.0) + value
-        gradients = self.model.to_file_layout(backward.gradients)
-        losses = losses if len(losses) > 1 else {}
-        return StepGradients(loss, gradients, residuals, losses, backward.notes)
+        return losses if len(losses) > 1 else {}
 
     # -- statistics -------------------------------------------------------------------------------
 
@@ -463,7 +504,8 @@ class BatchPasses:
     def update_averages(
         self,
         fisher: Fisher,
-        batch: Trace | Sequence[Batch],
+        traced: TracedParts,
+        gradients: dict[str, Array] | None = None,
         examples: int | None = None,
         *,
         decay: float | None = None,
@@ -471,18 +513,11 @@ class BatchPasses:
     ) -> bool:
         """Measure a batch and commit its statistics, in an ``Engine.transaction`` of the caller.
 
-        Args:
-            fisher: Measures and commits.
-            batch: The evaluation of the batch, or its parts as ``parts`` returns them.
-            examples: As for ``Engine.update_statistics``, and so is the result.
-            decay: Weight of the old averages; None for the option ``ema_decay``.
-            by_example: Whether gradients of single examples are measured.
+        ``fisher`` has no pending refresh; see ``measure`` for the other arguments. A ``decay`` of
+        None is the option ``ema_decay``. The result is that of ``Engine.update_statistics``.
         """
-        fisher.wait()
-        traced = self.traced(batch)
-        update = self.measure(fisher, traced, examples=examples, by_example=by_example)
+        update = self.measure(fisher, traced, gradients, examples, by_example=by_example)
         if update is not None:
-            _, _, update = fisher.division.exchange_losses(0.0, update, {})
             fisher.commit(update, decay=decay)
         return update is not None
 

@@ -8,12 +8,10 @@ start from zero.
 Other averages are whole on all ranks: those that products read, and squares of sums.
 """
 
-from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from itertools import chain, islice
-from math import fsum, sqrt
 from zlib import crc32
 
 import numpy as np
@@ -79,34 +77,21 @@ class Distribution(Division):
 
     # -- statistics -------------------------------------------------------------------------------
 
-    def exchange_losses(
-        self, loss: float, update: Update | None, gradients: Mapping[str, Array]
-    ) -> tuple[float, float | None, Update | None]:
+    def commit(self, update: Update, decay: float) -> None:
         self._empty_copies()
-        norm = sqrt(fsum(self._backend.squared_norms(list(gradients.values()))))
-        measured = {} if update is None else update.every
-        (losses, norms), totals = self._totals(measured, loss, norm)
-        shares = None if update is None else update.shares(totals)
-        return float(losses.sum()), float(norms.sum()), shares
-
-    def combine(
-        self, update: Update | None, gradients: dict[str, Array], decay: float
-    ) -> Mapping[str, Array | Rows]:
+        share = update.shares(self._totals(update.every))
         with self._shards.agreement.exchanging():
-            update = Update({}) if update is None else update
-            divided = update.of(self._linear)
-            whole = update.of({factor for factor in update.every if factor not in self._linear})
+            divided = share.of(self._linear)
+            whole = share.of({factor for factor in share.every if factor not in self._linear})
             self._divide()
             divided.commit(decay)
             self._mark(divided=True)
             moved = [*divided.every]
             traces = [self._backend.xp.array(factor.measured_traces()) for factor in moved]
-            summed = [*(measurement.array for measurement in whole.measured.values()), *traces]
-            owned = self.sum_gradients(gradients, summed)
+            self._shards.sum([*(of_all.array for of_all in whole.measured.values()), *traces])
             whole.commit(decay)
             for factor, trace in zip(moved, self._backend.download(traces), strict=True):
                 factor.traces_of_average = trace
-            return owned
 
     def complete(self) -> None:
         if self._whole:
@@ -134,25 +119,22 @@ class Distribution(Division):
     def over_ranks(
         self, measured: Mapping[FisherFactor, Measurement]
     ) -> Mapping[FisherFactor, Measurement]:
-        _, totals = self._totals(measured)
+        totals = self._totals(measured)
         shares = {f: f.share(m, totals[f]) for f, m in measured.items()}
         with self._shards.agreement.exchanging():
             self._shards.sum([share.array for share in shares.values()])
         return shares
 
     def _totals(
-        self, measured: Mapping[FisherFactor, Measurement | ToMeasure], *numbers: float
-    ) -> tuple[Sequence[Array], Mapping[FisherFactor, Count]]:
-        """Return numbers of all ranks, and the counts of the whole batch.
-
-        Averages receive the same element types on all ranks.
-        """
+        self, measured: Mapping[FisherFactor, Measurement | ToMeasure]
+    ) -> Mapping[FisherFactor, Count]:
+        """Return the counts of the whole batch; averages receive equal element types."""
         rows, counts = self._shards.rows, [m.count for m in measured.values()]
         wide = bytes(np.result_type(m.dtype, f.narrowest) == _WIDE for f, m in measured.items())
         ratios = np.array([count.rows / count.examples for count in counts])
         differs = any(count.examples != rows.count for count in counts)
         marks = crc32(wide), crc32(ratios.tobytes()), differs
-        *columns, types, shapes, others = self._shards.agreement.of_all(*numbers, *marks).T
+        types, shapes, others = self._shards.agreement.of_all(*marks).T
         if len(set(types)) > 1:  # numbers of one rank need float64
             for factor in measured:
                 factor.narrowest = _WIDE
@@ -164,7 +146,7 @@ class Distribution(Division):
             totals *= rows.whole
             totals /= rows.count
         pairs = zip(measured, totals.tolist(), strict=True)
-        return columns, {factor: Count(int(n), of_rows) for factor, (n, of_rows) in pairs}
+        return {factor: Count(int(n), of_rows) for factor, (n, of_rows) in pairs}
 
     def _divide(self) -> None:
         """Let the first rank have the divided averages, and the others start from zero."""
@@ -190,15 +172,6 @@ class Distribution(Division):
             factor.average.divided = divided and factor.average.value is not None
 
     # -- products and refreshes -------------------------------------------------------------------
-
-    @abstractmethod
-    def sum_gradients(
-        self, gradients: dict[str, Array], others: Sequence[Array]
-    ) -> Mapping[str, Array | Rows]:
-        """Sum gradients of the shard over the ranks, and ``others`` in place.
-
-        The gradients may be changed. The result is as for ``combine``.
-        """
 
     def multiplying(self) -> AbstractContextManager[None]:
         return self._shards.agreement.operation("products", ends=True)
@@ -278,14 +251,8 @@ class Replicate(Distribution):
     each refresh, among the factors that are due.
     """
 
-    def sum_gradients(
-        self, gradients: dict[str, Array], others: Sequence[Array]
-    ) -> dict[str, Array]:
-        totals = iter(self._shards.summed([*gradients.values(), *others]))
-        summed = {name: next(totals) for name in gradients}
-        for array, total in zip(others, totals, strict=True):
-            array[...] = total
-        return summed
+    def sum_gradients(self, gradients: dict[str, Array]) -> Mapping[str, Array | Rows]:
+        return dict(zip(gradients, self._shards.summed([*gradients.values()]), strict=True))
 
     def hand_over(self, due: Sequence[FisherFactor]) -> Sequence[FisherFactor]:
         owners_of = self._owners(due)

@@ -21,7 +21,7 @@ from kfac_engine.datasets.examples import Batch
 from kfac_engine.datasets.forms import is_array
 from kfac_engine.distributed.agreement import Agreement
 from kfac_engine.distributed.protocol import Alone
-from kfac_engine.engine.batch_parts import Inputs, parts_of
+from kfac_engine.engine.batch_parts import Inputs, TracedParts, parts_of
 from kfac_engine.engine.build import Assembly, build
 from kfac_engine.engine.checkpoint import Accept, Expected, Extras, State, load_state, save_state
 from kfac_engine.engine.distribution import Distribution, Replicate
@@ -67,8 +67,6 @@ from kfac_engine.system.deferred_signals import HeldInterrupts
 _DISTRIBUTIONS: Mapping[str, type[Distribution]] = {"replicate": Replicate, "shard": Shard}
 # The state that several processes compare with each batch.
 _STATE = "counters, random generators, dampings or schedules"
-# Gradients whose norms have a smaller sum cannot overflow when they are added.
-_LARGE_NORM = 1e30
 
 
 class Engine(Summarized, TrainableModel):
@@ -254,30 +252,27 @@ class Engine(Summarized, TrainableModel):
             with clock("forward"):
                 traced = passes.traced(parts)
             with clock("backward"):
-                backward = passes.gradients(traced, moves, outputs=fisher.outputs if due else None)
-            fisher.wait()
-            with clock("statistics"):
-                update = passes.measure(fisher, traced, backward.outputs) if due else None
+                batch = passes.step_gradients(
+                    traced,
+                    update_buffers=moves,
+                    outputs=fisher.outputs if due else None,
+                    division=fisher.division,
+                )
+            every = batch.shard.gradients
+            undo.protect(every, exp, batch.bound, self._model.result_types)
+            self._measure(traced, clock, batch.shard.outputs)
             del traced  # activations
-            every = backward.gradients
-            loss, bound, update = fisher.division.exchange_losses(backward.loss, update, every)
-            undo.protect(every, exp, bound, self._model.result_types)
-            with clock("statistics"):
-                owned = fisher.commit(update, every)
             with clock("inverses"):
                 fisher.refresh(self.planner, self.counter)
-            # Checks of gradients that not all processes have precede the products.
-            passes.record(loss, owned if (bound or 0.0) > _LARGE_NORM else {})
-            in_file = self._model.to_file_layout(whole_arrays(owned))
+            in_file = self._model.to_file_layout(whole_arrays(batch.gradients))
             with clock("precondition"):
-                natural = fisher.multiply_power(owned, exp, tuple(every))
+                natural = fisher.multiply_power(batch.gradients, exp, tuple(every))
             if gradients == "all":
-                in_file = self._model.to_file_layout(fisher.division.gather(owned, every))
+                in_file = self._model.to_file_layout(fisher.division.gather(batch.gradients, every))
             self._advance()
-            self._model.buffers.update(backward.buffers)
-            notes = (*self._standing_notes, *backward.notes)
+            notes = (*self._standing_notes, *batch.notes)
             stages = clock.stages if profile else ()
-            return Result(loss, in_file, natural, notes, stages, self._model.ties)
+            return Result(batch.loss, in_file, natural, notes, stages, self._model.ties)
 
     def observe(self, inputs: Inputs, targets: Targets = None) -> None:
         """Update statistics from a batch and refresh inverses, as scheduled.
@@ -295,17 +290,12 @@ class Engine(Summarized, TrainableModel):
         with self.transaction("observe"):
             parts = self.passes.parts(inputs, targets)
             self.require_memory(parts)
-            labeled = all(getattr(t, "targets", t) is not None for _, t in parts)
-            fisher, traced, update = self.fisher, self.passes.traced(parts), None
-            if labeled:
+            traced = self.passes.traced(parts)
+            if all(getattr(targets, "targets", targets) is not None for _, targets in parts):
                 self.passes.check_losses(traced)
-            fisher.wait()
-            if self.planner.observes(self.counter):
-                update = self.passes.measure(fisher, traced)
-            with self.passes.agreement.operation("move", ends=True):
-                _, _, update = fisher.division.exchange_losses(0.0, update, {})
-                fisher.commit(update)
-                fisher.refresh(self.planner, self.counter)
+            self._measure(traced, StageClock())
+            with self.passes.agreement.operation("refresh", ends=True):
+                self.fisher.refresh(self.planner, self.counter)
             self._advance()
 
     def update_statistics(
@@ -333,7 +323,9 @@ class Engine(Summarized, TrainableModel):
         with self.transaction("update_statistics"):
             self.require_memory(trace)
             batch = trace if isinstance(trace, Trace) else self.passes.parts(trace)
-            return self.passes.update_averages(self.fisher, batch, examples)
+            self.fisher.wait()
+            traced = self.passes.traced(batch)
+            return self.passes.update_averages(self.fisher, traced, examples=examples)
 
     # -- products ----------------------------------------------------------------------------------
 
@@ -555,6 +547,20 @@ class Engine(Summarized, TrainableModel):
         rest = *self._arrays.on_host(), self.damping, self.planner.saved(), checked_extras(extras)
         passes = self._model.passes.count
         return State(self.counter, self.fisher.rng.bit_generator.state, *rest, passes)
+
+    def _measure(
+        self, traced: TracedParts, clock: StageClock, gradients: dict[str, Array] | None = None
+    ) -> None:
+        """Update the averages by a batch if that is due, and complete pending refreshes."""
+        planner, fisher = self.planner, self.fisher
+        due = planner.observes(self.counter)
+        # A refresh begins with messages.
+        votes = not due and bool(planner.refreshes(self.counter))
+        with self.passes.agreement.operation("statistics", ends=votes):
+            fisher.wait()
+            if due:
+                with clock("statistics"):
+                    self.passes.update_averages(fisher, traced, gradients)
 
     def _advance(self) -> None:
         """Record that a call has succeeded."""

@@ -103,12 +103,7 @@ class Shard(Distribution):
             block = assembly.collection.fisher_blocks[layer.key]
             self._factor_owners |= {id(factor): ranks for factor in block.factors}
 
-    def sum_gradients(
-        self, gradients: dict[str, Array], others: Sequence[Array]
-    ) -> Mapping[str, Array | Rows]:
-        self._shards.sum(others)
-        if not gradients:
-            return {}
+    def sum_gradients(self, gradients: dict[str, Array]) -> Mapping[str, Array | Rows]:
         pieces = self._pieces(gradients)
         arrays = [self._of(name, part, gradients[name]) for name, part in pieces]
         forms = [Form(array.shape, array.dtype) for array in arrays]

@@ -271,9 +271,10 @@ class TrainableModel(Sealed):
             for of_part, _ in parts:
                 require_gradient(self._assembly, of_part)
             moves = check_bool("update_buffers", update_buffers)
-            step = self.passes.step_gradients(parts, update_buffers=moves)
+            step = self.passes.step_gradients(self.passes.traced(parts), update_buffers=moves)
+            in_file = self._model.to_file_layout(step.shard.gradients)
             notes = (*self._standing_notes, *step.notes)
-            return Result(step.loss, step.gradients, {}, notes, ties=self._model.ties)
+            return Result(step.loss, in_file, {}, notes, ties=self._model.ties)
 
     def curvature_products(
         self, trace: Trace | Sequence[Batch], examples: int | None = None

@@ -1,7 +1,6 @@
 """Decides when an optimizer updates statistics and inverses, and on which part of a batch."""
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from itertools import accumulate
 from math import ceil, inf
 from typing import NamedTuple, TypeVar
@@ -191,10 +190,11 @@ class CurvatureUpdates:
             whole: Whether statistics have all examples of the batch.
             by_example: Whether gradients of single examples are measured in any case.
         """
-        fisher, planner = self._engine.fisher, self.planner
+        fisher, passes, planner = self._engine.fisher, self._engine.passes, self.planner
         self._latest = due
         # A refresh begins with messages.
-        with self._engine.passes.agreement.operation("statistics", ends=due.inverses):
+        votes = due.inverses and not due.statistics
+        with passes.agreement.operation("statistics", ends=votes):
             fisher.wait()
             if due.statistics:
                 with clock("statistics"):
@@ -203,8 +203,14 @@ class CurvatureUpdates:
                     by_example = by_example or self._by_example or begins
 
                     def use(part: Sequence[Batch], examples: int | None) -> bool | None:
-                        update = partial(self._engine.passes.update_averages, fisher, part)
-                        return update(examples, decay=decay, by_example=by_example) or None
+                        measured = passes.update_averages(
+                            fisher,
+                            passes.traced(part),
+                            examples=examples,
+                            decay=decay,
+                            by_example=by_example,
+                        )
+                        return measured or None
 
                     if whole:
                         use(batch, None)

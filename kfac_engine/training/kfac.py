@@ -294,7 +294,9 @@ class KfacOptimizer(Optimizer):
     ) -> Proposal:
         values, backend = self._parameters(), self.engine.collection.backend
         features = FeaturePowers(self.feature_inputs, backend)
-        loss, gradients, residuals = self._differentiated(batch, clock, features)
+        residuals = Residuals() if isinstance(self._given.update, AdaptiveLengthUpdate) else None
+        loss, gradients, of_all = self._differentiated(batch, clock, residuals, features)
+        residuals = residuals and of_all
         basis = self._basis_with(batch, loss, residuals, clock, undo)
         if self._exact and basis.repeated.tries:
             basis, gradients = self._tried(basis, gradients, clock)
@@ -385,20 +387,6 @@ class KfacOptimizer(Optimizer):
             return scale * evaluated_rate(self._learning_rate, self.steps)
         # A schedule suppresses noise, which exact steps do not have.
         return self._restraint * self._rule.rate if scale else 0.0
-
-    def _differentiated(
-        self, batch: Sequence[Batch], clock: StageClock, features: FeaturePowers
-    ) -> tuple[float, dict[str, Array], Residuals | None]:
-        """Return the loss, the gradients, and the residuals where lengths depend on them.
-
-        There, ``features`` receives the powers of features, too.
-        """
-        if not isinstance(self._given.update, AdaptiveLengthUpdate):
-            return *self._gradients(batch, clock), None
-        with clock("gradients"):
-            result = self.engine.passes.step_gradients(batch, Residuals(), features)
-        self._losses = result.losses
-        return result.loss, {name: result.gradients[name] for name in self._names}, result.residuals
 
     def recorded(self, repeats: Callable[[FisherBlock], float]) -> StackedUpdate:
         """Return the update of a training file; ``repeats`` has the rows of each example."""

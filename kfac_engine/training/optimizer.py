@@ -23,6 +23,8 @@ from kfac_engine.engine.memory import MemoryReport
 from kfac_engine.engine.profiling import StageClock
 from kfac_engine.engine.rollback import Undo
 from kfac_engine.errors import InputError, NonFiniteError, UnsupportedError
+from kfac_engine.layers.feature_powers import FeaturePowers
+from kfac_engine.losses.objective import Residuals
 from kfac_engine.losses.observed import Targets
 from kfac_engine.sealed import Sealed
 from kfac_engine.summary import Summarized, Summary
@@ -334,10 +336,26 @@ class Optimizer(Summarized, Sealed, ABC):
         self, batch: Sequence[Batch], clock: StageClock
     ) -> tuple[float, dict[str, Array]]:
         """Return the loss and new arrays of gradients; running statistics are updated."""
+        loss, gradients, _ = self._differentiated(batch, clock)
+        return loss, gradients
+
+    def _differentiated(
+        self,
+        batch: Sequence[Batch],
+        clock: StageClock,
+        residuals: Residuals | None = None,
+        features: FeaturePowers | None = None,
+    ) -> tuple[float, dict[str, Array], Residuals]:
+        """Return the loss, new arrays of gradients, and the residuals of all processes.
+
+        Running statistics are updated. See ``BatchPasses.step_gradients`` for the arguments.
+        """
+        passes = self.engine.passes
         with clock("gradients"):
-            result = self.engine.passes.step_gradients(batch)
+            result = passes.step_gradients(passes.traced(batch), residuals, features)
+            in_file = passes.model.to_file_layout(result.shard.gradients)
         self._losses = result.losses
-        return result.loss, {name: result.gradients[name] for name in self._names}
+        return result.loss, {name: in_file[name] for name in self._names}, result.residuals
 
     def _new_bytes(self) -> int:
         """Return the bytes of states whose memory is not used yet.

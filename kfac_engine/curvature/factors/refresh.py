@@ -85,35 +85,12 @@ class Division:
         """Return the means of measurements by factor over all processes; a collective call."""
         return measured
 
-    def exchange_losses(
-        self, loss: float, update: Any, gradients: Mapping[str, Array]
-    ) -> tuple[float, float | None, Any]:
-        """Exchange losses and counts, after all processes have measured and differentiated shards.
+    def commit(self, update: Any, decay: float) -> None:
+        """Update the averages by a batch of which each process has measured its shard.
 
-        Args:
-            loss: The loss of the shard.
-            update: The measured shard, which no average has received; None if none is due.
-            gradients: The gradients of the shard.
-
-        Returns:
-            The loss of the batch, an upper bound of the norm of its gradient, None in one process,
-            and the share of this process in the measured batch.
+        ``decay`` is the weight of the old averages.
         """
-        del gradients
-        return loss, None, update
-
-    def combine(
-        self, update: Any, gradients: dict[str, Array], decay: float
-    ) -> Mapping[str, Array | Rows]:
-        """Update the averages, and sum gradients over the processes; see ``exchange_losses``.
-
-        ``gradients`` are the gradients of the shard and may be changed; ``decay`` is the weight of
-        the old averages. The result has those gradients of the batch that this process
-        preconditions. If several processes own a table, it has only the rows of this process.
-        """
-        if update is not None:
-            update.commit(decay)
-        return gradients
+        update.commit(decay)
 
     def complete(self) -> None:
         """Make all averages whole on all processes; a collective call."""
@@ -168,16 +145,24 @@ class Division:
         return nullcontext()
 
     def owned(self, vectors: Mapping[str, Array | Rows]) -> Mapping[str, Array | Rows]:
-        """Return the vectors that this process multiplies; ``combine`` returns such vectors."""
+        """Return the vectors that this process multiplies."""
         return vectors
+
+    def sum_gradients(self, gradients: dict[str, Array]) -> Mapping[str, Array | Rows]:
+        """Sum the gradients of all shards, which may be changed.
+
+        The result has those gradients of the batch that this process preconditions. If several
+        processes own a table, it has only the rows of this process.
+        """
+        return gradients
 
     def gather(
         self, gradients: Mapping[str, Array | Rows], shards: Mapping[str, Array]
     ) -> dict[str, Array]:
         """Return the gradients of all parameters for the whole batch, on all processes.
 
-        ``gradients`` is the result of ``combine``. Only shapes and element types of ``shards``, the
-        gradients of the shard, are read.
+        ``gradients`` is the result of ``sum_gradients``. Only shapes and element types of
+        ``shards``, the gradients of the shard, are read.
         """
         del shards
         return whole_arrays(gradients)
