@@ -292,36 +292,65 @@ class KfacOptimizer(Optimizer):
     def _propose(
         self, batch: Sequence[Batch], scale: float, clock: StageClock, undo: Undo
     ) -> Proposal:
-        values, backend = self._parameters(), self.engine.collection.backend
-        features = FeaturePowers(self.feature_inputs, backend)
+        features = FeaturePowers(self.feature_inputs, self.engine.collection.backend)
         residuals = Residuals() if isinstance(self._given.update, AdaptiveLengthUpdate) else None
         loss, gradients, of_all = self._differentiated(batch, clock, residuals, features)
         residuals = residuals and of_all
         basis = self._basis_with(batch, loss, residuals, clock, undo)
         if self._exact and basis.repeated.tries:
             basis, gradients = self._tried(basis, gradients, clock)
-        rule = self._rule
-        decay, size = _decay(basis.seen.scarcity), residuals and residuals.size()
+        step = self._inputs(gradients, basis, residuals, features, scale, clock)
+        if self._rule.measures:
+            self._update_curvature(step, undo)
+        move = self._rule.update(step)
+        if self._exact:
+            move = self._judged(move, basis.repeated)
+            repeated = basis.repeated.solved(move.iterations)
+            basis = basis._replace(following=move.following, repeated=repeated)
+        self._next_basis = basis
+        penalty = self._penalty() if self._l2 else 0.0
+        report = StepReport(
+            loss + penalty,
+            float(step.rate) if move.rate is None else move.rate,
+            step.momentum if move.momentum is None else move.momentum,
+            float(step.damping if move.damping is None else move.damping),
+            move.ratio,
+            predicted_change=move.predicted,
+            penalty=penalty,
+            seconds=clock.seconds,
+        )
+        return Proposal(move.values, step.new_slots, report)
+
+    def _inputs(
+        self,
+        gradients: dict[str, Array],
+        basis: Basis,
+        residuals: Residuals | None,
+        features: FeaturePowers,
+        scale: float,
+        clock: StageClock,
+    ) -> StepInputs:
+        """Return the inputs of the update; ``gradients`` receive the terms of the penalties."""
+        rule, values, scarcity = self._rule, self._parameters(), basis.seen.scarcity
         examples = sum(map(sum, self.engine.passes.part_sizes))
+        size = residuals and residuals.size()
         if rule is self._given:
             scale *= _signal(size)
             for name, strength in self._shrinkage.strengths(basis.evidence).items():
                 add_multiple(gradients[name], strength, values[name])
-        rate = self._rate(scale * self._longer(examples, basis.seen.scarcity))
         for name, gradient in gradients.items() if self._l2 else ():
             add_multiple(gradient, self._l2, values[name])
-        penalty = self._penalty() if self._l2 else 0.0
-        damping = self._damping
+        damping, powers = self._damping, features.sums
         if self.engine.damping is not self._of_engine:  # another optimizer has set it
             self.damping = damping
-        step = StepInputs(
+        return StepInputs(
             gradients=gradients,
             parameters=values,
             slots=self._slots,
             new_slots=self._new_slots() | self._kept(),
             step=self.steps,
             loss=basis.loss,
-            rate=rate,
+            rate=self._rate(scale * self._longer(examples, scarcity), self.steps),
             scale=scale,
             momentum=evaluated_momentum(rule.momentum, self.steps),
             damping=damping,
@@ -330,35 +359,20 @@ class KfacOptimizer(Optimizer):
             examples=examples,
             predicts=rule.adaptation is not None and rule.adaptation.is_due(self.steps),
             clock=clock,
-            decay=self._shrinkage.kept_decay(basis.seen) * _left(decay, size),
+            decay=self._shrinkage.kept_decay(basis.seen) * _left(_decay(scarcity), size),
             spreads={} if residuals is None else residuals.spreads(),
-            features=None if features.sums is None else backend.to_numpy(features.sums),
+            features=powers if powers is None else self.engine.collection.backend.to_numpy(powers),
         )
-        if rule.measures:
-            due = self._curvature.due(self.steps, step.examples)
-            if due.statistics or due.inverses:
-                undo.protect(gradients, -1.0, inf if rate > _LARGE_RATE else None)
-            rare = due.statistics and rule is self._given and self.measures_whole(self._slots)
-            self._curvature.update(
-                due, step.batch, clock, whole=rule.whole or bool(rare), by_example=rule.whole
-            )
-        move = rule.update(step)
-        if self._exact:
-            move = self._judged(move, basis.repeated)
-            repeated = basis.repeated.solved(move.iterations)
-            basis = basis._replace(following=move.following, repeated=repeated)
-        self._next_basis = basis
-        report = StepReport(
-            loss + penalty,
-            float(rate) if move.rate is None else move.rate,
-            step.momentum if move.momentum is None else move.momentum,
-            float(damping if move.damping is None else move.damping),
-            move.ratio,
-            predicted_change=move.predicted,
-            penalty=penalty,
-            seconds=clock.seconds,
-        )
-        return Proposal(move.values, step.new_slots, report)
+
+    def _update_curvature(self, step: StepInputs, undo: Undo) -> None:
+        """Update statistics and inverses where they are due."""
+        rule, due = self._rule, self._curvature.due(self.steps, step.examples)
+        if due.statistics or due.inverses:
+            norm = inf if step.rate > _LARGE_RATE else None
+            undo.protect(step.gradients, -1.0, norm)
+        rare = due.statistics and rule is self._given and self.measures_whole(self._slots)
+        whole = rule.whole or bool(rare)
+        self._curvature.update(due, step.batch, step.clock, whole=whole, by_example=rule.whole)
 
     def _basis_with(
         self,
@@ -381,10 +395,10 @@ class KfacOptimizer(Optimizer):
             evidence = self._evidence_with(residuals, seen, tells=not repeated.refused)
         return Basis(batch, loss, seen, repeated, evidence=evidence)
 
-    def _rate(self, scale: float) -> float:
-        """Return the learning rate of a step."""
+    def _rate(self, scale: Any, steps: int) -> Any:
+        """Return the learning rate after a number of steps, times a scale."""
         if self._rule.rate is None:
-            return scale * evaluated_rate(self._learning_rate, self.steps)
+            return scale * evaluated_rate(self._learning_rate, steps)
         # A schedule suppresses noise, which exact steps do not have.
         return self._restraint * self._rule.rate if scale else 0.0
 
@@ -421,6 +435,7 @@ class KfacOptimizer(Optimizer):
         decay, size = _decay(recorded.scarcity), residuals.size()
         scale = scale * _signal(size)
         longer = self._longer(recorded.examples, recorded.scarcity)
+        rate = self._rate(scale * longer, steps)
         step = StepInputs(
             gradients=gradients,
             parameters=parameters,
@@ -428,7 +443,7 @@ class KfacOptimizer(Optimizer):
             new_slots=slots[1],
             step=steps,
             loss=recorded.loss,
-            rate=longer * scale * evaluated_rate(self._learning_rate, steps),
+            rate=rate,
             scale=scale,
             momentum=evaluated_momentum(self._given.momentum, steps),
             damping=self._damping,
