@@ -18,7 +18,7 @@ from rich.progress import (
 
 from kfac_engine.bench.build import run_build
 from kfac_engine.bench.charts import chart_folder, draw
-from kfac_engine.bench.contenders import ALWAYS, CONTENDERS, PEERS, select_contenders
+from kfac_engine.bench.contenders import CONTENDERS, select_contenders
 from kfac_engine.bench.environment import checked_threads
 from kfac_engine.bench.gpu import run_gpu
 from kfac_engine.bench.jobs import SUITES
@@ -60,7 +60,6 @@ class Options:
     profile: bool = False  # whether the suite ``step`` also prints the time of each stage
     plot: str | Path | None = None  # folder for a chart of each suite that compares contenders
     resume: bool = False  # whether to skip the suites that the JSON file has already
-    wide: bool = False  # whether tables of comparisons have all columns that fit
     models: Path | None = None  # folder of the suite ``models``
     # File for the fastest variants of kernels, which the suite ``gpu`` measures instead.
     tune: Path | None = None
@@ -203,7 +202,7 @@ def known_suites() -> Registry[Suite]:
 def _run_comparisons(setting: Setting, name: str) -> list[Row]:
     """Measure the jobs of a suite, and print the rows of each job, or its error, at once."""
     rows: list[Row] = []
-    table = SuiteTable(setting.console, name, setting.contenders, wide=setting.options.wide)
+    table = SuiteTable(setting.console, name, setting.contenders)
     table.start()
     with _progress(setting.console) as progress:
         for job in progress.track(SUITES[name], description=name):
@@ -234,32 +233,6 @@ def _progress(console: Console) -> Progress:
     )  # fmt: skip
 
 
-def print_suites(console: Console) -> None:
-    """Print the names of the suites with their cases, and of the contenders."""
-    for name in known_suites():
-        request = ", only by --suite" if name in _ON_REQUEST else ""
-        console.print(f"{name}: {_SUBJECTS[name]}{request}")
-        for job in SUITES.get(name, ()):
-            console.print(f"    {job.name}")
-    console.print(f"contenders: {', '.join(ALWAYS)}; with --compare: {', '.join(PEERS) or 'none'}")
-
-
-# What each suite measures.
-_SUBJECTS = {
-    "dense": "statistics of dense layers",
-    "conv": "statistics of convolutions",
-    "inverse": "damped inverses of factors",
-    "power": "powers of damped factors",
-    "precondition": "products of gradients with inverses",
-    "step": "training steps of three networks",
-    "uses": "Laplace approximations and influence scores",
-    "memory": "announced and measured memory of steps",
-    "scaling": "growth of time and memory with each size",
-    "gpu": "kernels and a network on a GPU",
-    "build": "time until a model is ready, and its growth with the number of nodes",
-    "models": "steps and memory of networks of real size, from files",
-    "train": "losses of optimizers within equal CPU time",
-}
 _ALONE: Mapping[str, Suite] = {
     "memory": lambda setting, name: run_memory(setting.console, name),
     "scaling": lambda setting, name: run_scaling(setting.console, name, setting.threads),

@@ -21,8 +21,7 @@ _CONTENDER = "contender"
 class Column:
     """A column of numbers; a cell that is longer than its width moves the rest of its line.
 
-    ``rank`` is the place in the order in which columns are left out, the largest first. Only
-    ``--wide`` shows a wide column.
+    ``rank`` is the place in the order in which columns are left out, the largest first.
     """
 
     head: str
@@ -30,7 +29,6 @@ class Column:
     cell: Callable[[Row], str]
     meaning: str
     rank: int
-    wide: bool = True
 
 
 def _errors(row: Row) -> str:
@@ -39,7 +37,7 @@ def _errors(row: Row) -> str:
 
 COLUMNS = (
     Column(
-        "ms", 8, lambda row: milliseconds(row.seconds.median), "median of the wall time", 0, False
+        "ms", 8, lambda row: milliseconds(row.seconds.median), "median of the wall time", 0
     ),
     Column(
         "quartiles", 15,
@@ -53,7 +51,7 @@ COLUMNS = (
     Column(
         "ours ÷ this", 11, lambda row: f"{row.ratio:.2f}",
         "time of this package divided by that of the contender; above 1 the contender is faster",
-        1, False,
+        1,
     ),
     Column(
         "GFLOP/s", 7, lambda row: f"{2e-9 * row.rate:.0f}" if row.rate else "",
@@ -81,20 +79,13 @@ _DISTURBED_MEANING = (
 
 
 class SuiteTable:
-    """Prints the table of one suite row by row.
+    """Prints the table of one suite row by row, with the columns that fit."""
 
-    It shows the most important columns, or with ``wide`` all that fit.
-    """
-
-    def __init__(
-        self, console: Console, name: str, contenders: Iterable[str], *, wide: bool = False
-    ) -> None:
+    def __init__(self, console: Console, name: str, contenders: Iterable[str]) -> None:
         self._console, self._name = console, name
         self._first = max(map(len, (_CONTENDER, *contenders))) + len(_EDGE)
-        requested = [column for column in COLUMNS if wide or not column.wide]
-        self._columns = self._fitting(requested)
-        self._left_out = [column.head for column in requested if column not in self._columns]
-        self._wide = wide
+        self._columns = self._fitting(COLUMNS)
+        self._left_out = [column.head for column in COLUMNS if column not in self._columns]
         self._parts: tuple[str, ...] = ()
         self._disturbed = False
 
@@ -131,8 +122,6 @@ class SuiteTable:
             notes.append(_DISTURBED_MEANING)
         if self._left_out:
             notes.append(f"left out, for a wider terminal or --json: {', '.join(self._left_out)}")
-        elif not self._wide:
-            notes.append("more columns: --wide, --json")
         for note in notes:
             self._print(*wrap(note, self._console.width, subsequent_indent=_EDGE))
 

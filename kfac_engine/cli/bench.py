@@ -94,9 +94,6 @@ _OPTIONS = (
         "models, train.",
     ),
     Group.MEASUREMENTS.option(
-        "--list", "listed", is_flag=True, help="List the suites, their cases and the contenders."
-    ),
-    Group.MEASUREMENTS.option(
         "--compare",
         default="",
         metavar="NAMES",
@@ -150,24 +147,13 @@ _OPTIONS = (
         is_flag=True,
         help="Show the time and the memory of each stage of a step, with the suite step.",
     ),
-    Group.OUTPUT.option(
-        "--wide",
-        is_flag=True,
-        help="Show all columns of the comparisons that fit: quartiles, rates, memory and errors, "
-        "too.",
-    ),
     training=_OPTIONS,
 )
-def bench(
-    suite: tuple[str, ...], json_path: Path | None, compare: str, listed: bool, **options: Any
-) -> None:
+def bench(suite: tuple[str, ...], json_path: Path | None, compare: str, **options: Any) -> None:
     """Measure the time and the memory of each operation, of whole steps, and of training."""
-    from kfac_engine.bench.run import Options, new_console, print_suites, run_suites
+    from kfac_engine.bench.run import Options, run_suites
     from kfac_engine.bench.training.suite import TrainingOptions
 
-    if listed:
-        print_suites(new_console())
-        return
     training = TrainingOptions(**vars(options.pop("training")))
     chosen = Options(compare=entries_of_list(compare), training=training, **options)
     run_suites(suite, json_path, options=chosen)

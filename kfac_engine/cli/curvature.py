@@ -70,7 +70,7 @@ _FORM = (
 def run_curvature(
     model: Path,
     files: SimpleNamespace,
-    batch: int | None,
+    batch_size: int | None,
     form: SimpleNamespace,
     options: dict[str, Any],
 ) -> None:
@@ -82,7 +82,7 @@ def run_curvature(
         check_picture(files.plot)
     outputs = {"--out": files.out, "--plot": files.plot}
     check_files(outputs, {"--inputs": files.inputs, "--targets": files.targets}, model)
-    result = _measured(model, files, batch, options)
+    result = _measured(model, files, batch_size, options)
     with working("writing"):
         result.save(files.out)
         if files.plot is not None:

@@ -54,12 +54,6 @@ _ADAPTERS = (
         help="Name or pattern of weights or nodes; by default all dense layers and 1 × 1 "
         "convolutions that are wide enough. May be repeated.",
     ),
-    Group.MODEL.option(
-        "--alpha",
-        type=float,
-        default=16.0,
-        help="Factor of an update, times the rank.",
-    ),
     Group.MODEL.count("--seed", default=0, least=0, help="Seed of the new weights."),
 )
 

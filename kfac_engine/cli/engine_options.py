@@ -1,7 +1,6 @@
 """Defines the options of an engine on the command line.
 
-Each has the name and the default of its field of ``EngineOptions``, ``Schedule`` or
-``CurvatureOptions``.
+Each has the name and the default of its field of ``EngineOptions`` or ``CurvatureOptions``.
 """
 
 import re
@@ -91,9 +90,6 @@ _ALL = (
         "--damping", type=float, default=0.001,
         help="Damping λ > 0, added to the Fisher matrix."),
     Group.CURVATURE.option(
-        "--ema-decay", type=float, default=0.95,
-        help="Decay of the moving averages, in [0, 1)."),
-    Group.CURVATURE.option(
         "--mode", "estimation_mode", metavar="NAME", default="gradients",
         names=("curvature.estimation_modes.MODES",),
         help="Estimation mode of the Fisher matrix."),
@@ -138,11 +134,6 @@ _MEASURED = (
         help="Which Fisher matrix: exact, an estimate from one sampled target for each "
         "prediction, or the empirical matrix of the targets of the data."),
     Group.CURVATURE.option(
-        "--biases", metavar="NAME", default="joint",
-        names=("analysis.fisher_matrix.options.BIASES",),
-        help="Blocks of biases: joint for a block of the weight with its bias, separate for a "
-        "block of the weight and a block of the bias."),
-    Group.CURVATURE.option(
         "--layers", metavar="NAME", default="all",
         names=("analysis.fisher_matrix.options.LAYERS",),
         help="Layers that are measured: all, or last for the last layer before each loss."),
@@ -151,19 +142,6 @@ _MEASURED = (
         "--trainable", "Pattern of the names of parameters to include; by default every constant "
         "that the graph uses like a parameter."),
     _patterns("--freeze", "Pattern of the names of parameters to exclude."),
-)  # fmt: skip
-SCHEDULE = (
-    Group.REFRESHES.option(
-        "--covariance-every", type=int, default=1,
-        help="Number of calls from one update of the covariances to the next: they are updated "
-        "when counter % covariance_every == 0."),
-    Group.REFRESHES.option(
-        "--refresh-every", type=int, default=10,
-        help="Number of calls from one refresh of a factor to the next."),
-    Group.REFRESHES.option(
-        "--refresh-policy", "policy", metavar="NAME", default="all_at_once",
-        names=("curvature.schedule.POLICIES",),
-        help="Which factors a call refreshes."),
 )  # fmt: skip
 
 

@@ -153,10 +153,6 @@ def run_differentiate(
         _report_model(gradient, target, gradient.doc_string.splitlines())
 
 
-def _names(context: click.Context, option: click.Parameter, value: str | None) -> list[str]:
-    return value.split(",") if value else []
-
-
 def _names_of_each(
     context: click.Context, option: click.Parameter, values: Sequence[str]
 ) -> list[list[str]]:
@@ -204,14 +200,9 @@ _KINDS = (
     Group.MODEL.option(
         "--wrt",
         required=True,
-        metavar="INPUT",
-        help="Name of the input x to differentiate with respect to, of the shape (n, d).",
-    ),
-    Group.MODEL.option(
-        "--features",
-        metavar="NAMES",
-        callback=_names,
-        help="Names of the features of the input, as t,x; by default they have numbers from zero.",
+        metavar="INPUT[=NAMES]",
+        help="Name of the input x to differentiate with respect to, of the shape (n, d), and names "
+        "of its features, as x=t,y; by default they have numbers from zero.",
     ),
     sample_option,
     Group.OUTPUT.file("-o", "target", required=True, help="File of the result (.onnx)."),
@@ -220,7 +211,6 @@ _KINDS = (
 def run_derivatives(
     model: Path,
     wrt: str,
-    features: list[str],
     options: dict[str, Any],
     inputs: Path | None,
     target: Path,
@@ -232,7 +222,8 @@ def run_derivatives(
     check_files(with_weights("-o", target), {"--inputs": inputs}, model)
     with working("differentiating the model"), shown_warnings():
         sample = read_inputs(inputs, model)
-        named = {wrt: features} if features else wrt
+        name, _, features = wrt.partition("=")
+        named = {name: features.split(",")} if features else name
         result = ke.derivatives(model, named, **options, sample_inputs=sample, path=target)
     with report_beside(target):
         _report_model(result, target)

@@ -170,7 +170,7 @@ def file_batches(
     """
     axes = assembly.task.example_axes
     if axes.obstacle and size not in (None, axes.fixed_size):
-        raise InputError(f"--batch is {size}, but {axes.obstacle}; leave out --batch.")
+        raise InputError(f"--batch-size is {size}, but {axes.obstacle}; leave it out.")
     batches = batches_of(data, axes, labeled=labeled, size=size or FILE_BATCH)
     return ShownBatches(batches, axes, passes)
 

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from kfac_engine._types import Array
     from kfac_engine.cli.files import ShownBatches
 
-# Number of queries that have a row in the table.
-_MOST_QUERIES = 20
+# Numbers of queries that have a row in the table, and of examples in a row.
+_MOST_QUERIES, _MOST_EXAMPLES = 20, 5
 
 
 _FILES = (
@@ -56,16 +56,14 @@ _FILES = (
         help="Damping λ, added to the Fisher matrix; by default a tenth of the mean eigenvalue of "
         "each block.",
     ),
-    Group.OUTPUT.count("--top", default=5, help="Number of examples in each row of the table."),
     json_option,
     files=_FILES,
 )
 def influence(
     model: Path,
     files: SimpleNamespace,
-    batch: int | None,
+    batch_size: int | None,
     damping: float | None,
-    top: int,
     as_json: bool,
 ) -> None:
     """Score the examples of the training data for queries, or for themselves."""
@@ -89,7 +87,7 @@ def influence(
 
     def batches(inputs: Path, targets: Path | None) -> "ShownBatches":
         _, data = read_data(inputs, targets, model, map_arrays)
-        return file_batches(curvature.layout.assembly, data, batch, labeled=True)
+        return file_batches(curvature.layout.assembly, data, batch_size, labeled=True)
 
     train = batches(files.inputs, files.targets)
     if files.queries is not None:
@@ -100,25 +98,28 @@ def influence(
     with working("writing"):
         write_npz(files.out, {name: result})
     with report_beside(files.out):
-        _report(name, result, top, files.out, as_json)
+        _report(name, result, files.out, as_json)
 
 
-def _report(name: str, scores: "Array", top: int, out: Path, as_json: bool) -> None:
+def _report(name: str, scores: "Array", out: Path, as_json: bool) -> None:
     import numpy as np
 
     rows = np.atleast_2d(scores)
     if as_json:
-        highest, lowest = zip(*(highest_scores(row, top) for row in rows), strict=True)
+        highest, lowest = zip(*(highest_scores(row, _MOST_EXAMPLES) for row in rows), strict=True)
         shape = list(scores.shape)
         print_json({"shape": shape, "highest": highest, "lowest": lowest, "out": str(out)})
         return
     if name == "self_scores":
-        pairs = [(str(i), f"{scores[i]:.4g}") for i in highest_scores(scores, top)[0]]
+        pairs = [(str(i), f"{scores[i]:.4g}") for i in highest_scores(scores, _MOST_EXAMPLES)[0]]
         print_table("examples with the largest self scores", ("example", " score"), pairs)
     else:
         heads = ("query", "highest scores: examples", "lowest scores: examples")
         entries = [
-            (str(query), *(", ".join(map(str, places)) for places in highest_scores(row, top)))
+            (
+                str(query),
+                *(", ".join(map(str, places)) for places in highest_scores(row, _MOST_EXAMPLES)),
+            )
             for query, row in enumerate(rows[:_MOST_QUERIES])
         ]
         print_table("influence on the queries", heads, entries)

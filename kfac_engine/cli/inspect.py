@@ -38,10 +38,10 @@ _MOST_ALIKE = 3
 
 
 @command(
-    "kfac-engine inspect mlp.onnx --batch 128",
+    "kfac-engine inspect mlp.onnx --batch-size 128",
     MODEL,
     Group.MODEL.count(
-        "--batch",
+        "--batch-size",
         help="Number of examples in a batch, for the peak memory; by default the number in "
         "--inputs, or 1.",
     ),
@@ -56,7 +56,7 @@ _MOST_ALIKE = 3
 )
 def inspect(
     model: Path,
-    batch: int | None,
+    batch_size: int | None,
     inputs: Path | None,
     plot: Path | None,
     options: dict[str, Any],
@@ -73,7 +73,7 @@ def inspect(
         sample = read_inputs(inputs, model)
         engine = ke.Engine.from_onnx(model, sample_inputs=sample, **options)
     spectra = () if plot is None or sample is None else _plotted(plot, engine, sample, model.name)
-    batch = batch or engine.losses[0].examples
+    batch = batch_size or engine.losses[0].examples
     report = _Report(engine, batch, engine.memory(batch), _untrained(engine), spectra)
     if as_json:
         print_json(_as_json(report))

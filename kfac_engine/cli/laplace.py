@@ -67,23 +67,6 @@ _POSTERIOR = (
         help="Standard deviation of the targets of a normal loss, or evidence for the most "
         "probable deviation.",
     ),
-    Group.POSTERIOR.option(
-        "--temperature", type=float, default=1.0, help="T > 0; the likelihood has the power 1/T."
-    ),
-)
-_PREDICTION = (
-    Group.POSTERIOR.option(
-        "--link",
-        metavar="NAME",
-        default="probit",
-        names=("analysis.laplace.predictive.LINKS",),
-        help="How means and variances of logits become probabilities.",
-    ),
-    Group.POSTERIOR.count("--samples", default=1000, help="Number of samples of monte_carlo."),
-    Group.POSTERIOR.count("--seed", least=0, default=0, help="Seed of monte_carlo."),
-    Group.POSTERIOR.option(
-        "--joint", is_flag=True, help="Write the covariance of the outputs of all queries, too."
-    ),
 )
 
 
@@ -94,13 +77,11 @@ _PREDICTION = (
     json_option,
     files=_FILES,
     prior=_POSTERIOR,
-    prediction=_PREDICTION,
 )
 def laplace(
     model: Path,
     files: SimpleNamespace,
     prior: SimpleNamespace,
-    prediction: SimpleNamespace,
     as_json: bool,
 ) -> None:
     """Predict with the uncertainty of the parameters, by a Laplace approximation."""
@@ -122,7 +103,7 @@ def laplace(
     if files.out is not None and files.inputs is not None:
         with working("predicting"):
             _, queries = read_data(files.inputs, None, model, map_arrays)
-            predictive = posterior.predict(queries, **vars(prediction))
+            predictive = posterior.predict(queries)
             write_npz(files.out, _arrays(predictive))
     if files.export is not None:
         with working("writing the model"):
@@ -139,7 +120,7 @@ def _posterior(curvature: "ke.Curvature", options: SimpleNamespace) -> "ke.Lapla
         1.0 if isinstance(value, str) else value
         for value in (options.prior_precision, options.noise)
     )
-    posterior = ke.Laplace(curvature, prior, noise, options.temperature)
+    posterior = ke.Laplace(curvature, prior, noise)
     if isinstance(options.prior_precision, str):
         posterior.fit_prior(noise=isinstance(options.noise, str))
     elif isinstance(options.noise, str):
@@ -148,7 +129,7 @@ def _posterior(curvature: "ke.Curvature", options: SimpleNamespace) -> "ke.Lapla
 
 
 def _arrays(predictive: "Predictive") -> "dict[str, Array]":
-    names = ("mean", "variance", "probabilities", "covariance")
+    names = ("mean", "variance", "probabilities")
     arrays = {name: getattr(predictive, name) for name in names}
     return {name: array for name, array in arrays.items() if array is not None}
 

@@ -58,7 +58,6 @@ provider_option = Group.OUTPUT.option(
 )
 
 
-_FORMS = Choice(("targets", "predictions", "examples"))
 # What the targets of a written file are, and which of them have weights.
 target_options = (
     Group.LOSS.option(
@@ -68,13 +67,9 @@ target_options = (
     ),
     Group.LOSS.option(
         "--weights",
-        type=_FORMS,
-        help="Add an input with a weight for each entry of the targets, prediction or example.",
-    ),
-    Group.LOSS.option(
-        "--mask",
-        type=_FORMS,
-        help="Add an input that says which targets, predictions or examples count.",
+        type=Choice(("targets", "predictions", "examples")),
+        help="Add an input with a weight for each entry of the targets, prediction or example; 0 "
+        "leaves it out.",
     ),
 )
 
@@ -150,7 +145,7 @@ curvature_option = Group.DATA.file(
 )
 
 batch_option = Group.DATA.count(
-    "--batch",
+    "--batch-size",
     help="Number of examples in a batch, 128 by default. The result does not depend on it.",
 )
 

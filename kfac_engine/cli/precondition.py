@@ -16,7 +16,7 @@ from kfac_engine.cli.display import (
     tell,
     working,
 )
-from kfac_engine.cli.engine_options import SCHEDULE, engine_options
+from kfac_engine.cli.engine_options import engine_options
 from kfac_engine.cli.options import json_option
 from kfac_engine.curvature.schedule import Schedule
 from kfac_engine.errors import InputError
@@ -58,16 +58,21 @@ Norms: TypeAlias = tuple[str, tuple[int, ...], float, float]
     "  --targets labels.npy -o gradients.safetensors",
     MODEL,
     Group.CURVATURE.option("--exp", default=-1.0, help="Power of the Fisher matrix."),
+    Group.REFRESHES.option(
+        "--refresh-every",
+        type=int,
+        default=10,
+        help="Number of calls from one refresh of a factor to the next.",
+    ),
     json_option,
     files=_FILES,
-    refreshes=SCHEDULE,
     options=engine_options(),
 )
 def run_precondition(
     model: Path,
     files: SimpleNamespace,
     exp: float,
-    refreshes: SimpleNamespace,
+    refresh_every: int,
     options: dict[str, Any],
     as_json: bool,
 ) -> None:
@@ -82,10 +87,10 @@ def run_precondition(
     with working("reading"):
         inputs, data = reading.read_data(files.inputs, files.targets, model)
     with working("preparing the model"), shown_warnings():
-        schedule = Schedule(**vars(refreshes))
         engine = ke.Engine.from_onnx(
-            model, exps=(exp,), schedule=schedule, sample_inputs=inputs, **options
-        )
+            model, exps=(exp,), sample_inputs=inputs, **options,
+            schedule=Schedule(refresh_every=refresh_every),
+        )  # fmt: skip
         if files.state is not None and exists(files.state):
             # The parameters come from the model's file, not from the state.
             with warnings.catch_warnings(record=True) as issued:

@@ -43,11 +43,11 @@ def _callbacks(choices: SimpleNamespace) -> "Iterator[Callback]":
     import kfac_engine as ke
 
     if choices.early_stop is not None:
-        yield ke.EarlyStop(choices.best_metric, choices.early_stop)
+        yield ke.EarlyStop(choices.best or "validation_loss", choices.early_stop)
     if choices.decay is not None:
         yield ke.WeightAverage(choices.decay)
-    if choices.best:
-        yield ke.BestWeights(choices.best_metric)
+    if choices.best is not None:
+        yield ke.BestWeights(choices.best)
     if choices.tensorboard is not None:
         yield ke.TensorBoard(choices.tensorboard)
 
@@ -67,13 +67,12 @@ def _number_or(other: type[Any]) -> Callable[..., Any]:
 _CHOICES = (
     Group.LENGTH.count(
         "--early-stop", metavar="N",
-        help="End the run after N validations in a row without an improvement."),
+        help="End the run after N validations in a row that do not improve the metric of --best, "
+        "by default validation_loss."),
     Group.VALIDATION.option(
-        "--best", is_flag=True, help="Write the weights of the best validation, not of the last "
-        "step."),
-    Group.VALIDATION.option(
-        "--best-metric", metavar="NAME", default="validation_loss",
-        help="Metric that --early-stop and --best compare."),
+        "--best", metavar="METRIC",
+        help="Write the weights of the validation with the best metric, such as validation_loss, "
+        "not those of the last step."),
     Group.VALIDATION.option(
         "--average", "decay", metavar="DECAY|tail", callback=_number_or(str),
         help="Evaluate and write an average of the weights: an exponential one with a decay such "

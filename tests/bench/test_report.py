@@ -15,9 +15,9 @@ def console(width):
     return Console(width=width, highlight=False, markup=False)
 
 
-def print_suite(console, name, rows, *, wide=False):
+def print_suite(console, name, rows):
     """Print the table of a suite that is measured already; the rows of one job are adjacent."""
-    table = SuiteTable(console, name, {row.contender for row in rows}, wide=wide)
+    table = SuiteTable(console, name, {row.contender for row in rows})
     table.start()
     for case in dict.fromkeys(row.case for row in rows):
         table.case(case)
@@ -26,11 +26,10 @@ def print_suite(console, name, rows, *, wide=False):
 
 
 @pytest.mark.parametrize("suite", ["conv", "step", "precondition"])
-@pytest.mark.parametrize("wide", [False, True])
 @pytest.mark.parametrize("width", [60, 80, 100, 120, 160])
-def test_comparison_has_whole_cases_contenders_and_times(suite, width, wide, capsys):
+def test_comparison_has_whole_cases_contenders_and_times(suite, width, capsys):
     rows = restored(Row, REPORT["suites"][suite])
-    print_suite(console(width), suite, rows, wide=wide)
+    print_suite(console(width), suite, rows)
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= width
     assert "…" not in "".join(lines)
@@ -39,23 +38,18 @@ def test_comparison_has_whole_cases_contenders_and_times(suite, width, wide, cap
     for row in rows:
         number = milliseconds(row.seconds.median)
         assert any(line.split()[:2] == [row.contender, number] for line in lines if line.strip())
-    assert "quartiles" in lines[1] if wide and width == 160 else True
-    assert wide or "quartiles" not in lines[1]
+    assert "quartiles" in lines[1] or width < 160
     left_out = [line for line in lines if line.startswith("left out, for a wider terminal")]
-    assert bool(left_out) == (wide and width < 160)
-    assert ("more columns: --wide, --json" in lines) == (not wide)
+    assert bool(left_out) == (width < 160)
 
 
 def test_comparison_explains_each_of_its_columns(capsys):
     rows = restored(Row, REPORT["suites"]["inverse"])
-    print_suite(console(160), "inverse", rows, wide=True)
+    print_suite(console(160), "inverse", rows)
     _, heads, *lines = capsys.readouterr().out.splitlines()
     for column in COLUMNS:
         assert column.head in heads
         assert any(line.startswith(f"{column.head}: ") for line in lines)
-    print_suite(console(160), "inverse", rows)
-    lines = capsys.readouterr().out.splitlines()
-    assert not any(line.startswith("quartiles: ") for line in lines)
 
 
 @pytest.mark.parametrize("others", [0.0, 0.5])

@@ -72,12 +72,3 @@ def test_bench_keeps_its_rows_on_a_terminal(width, tmp_path):
     assert words == ["64", "definition", "ours", "256", "definition", "ours"]
     # The bar is erased at the end.
     assert not any("elapsed" in line for line in lines)
-
-
-def test_list_names_suites_cases_and_contenders(capsys):
-    assert main(["bench", "--list"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    heads = [line.partition(":")[0] for line in lines if not line.startswith(" ")]
-    assert heads == [*run.known_suites(), "contenders"]
-    assert "gpu: kernels and a network on a GPU, only by --suite" in lines
-    assert "    64 × 64" in lines

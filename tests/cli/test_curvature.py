@@ -99,12 +99,12 @@ def test_numbers_of_a_kronecker_block_equal_its_closed_form(capsys):
 
 
 def test_file_has_the_curvature_of_the_library():
-    assert run("--structure", "ekfac", "--biases", "separate") == 0
+    assert run("--structure", "ekfac") == 0
     stored = ke.Curvature.load("c.safetensors", "m.onnx")
     x = np.load("x.npz")["input"]
-    options = {"structure": "ekfac", "biases": "separate", "threads": 1}
+    options = {"structure": "ekfac", "threads": 1}
     direct = ke.curvature("m.onnx", ({"input": x}, None), loss="categorical", **options)
-    assert stored.options.biases == "separate"
+    assert stored.options.structure == "ekfac"
     for name, array in direct.diagonal().items():
         np.testing.assert_allclose(stored.diagonal()[name], array, rtol=ROUNDING, atol=ROUNDING)
 
@@ -120,8 +120,8 @@ def test_model_with_a_fixed_batch_reads_batches_of_its_size(capsys):
     free = report(capsys, model="free.onnx")
     assert fixed["examples"] == EXAMPLES
     assert fixed["trace"] == pytest.approx(free["trace"], rel=ROUNDING)
-    assert run("--batch", "4", model="fixed.onnx") == 2
-    assert "--batch is 4, but " in capsys.readouterr().err
+    assert run("--batch-size", "4", model="fixed.onnx") == 2
+    assert "--batch-size is 4, but " in capsys.readouterr().err
 
 
 def test_positions_folded_into_the_axis_of_the_examples_stay_together(capsys):
@@ -133,7 +133,7 @@ def test_positions_folded_into_the_axis_of_the_examples_stay_together(capsys):
     arguments = "--targets", "folded.npy", "--fisher", "empirical"
     result = report(capsys, *arguments, model="folded.onnx")
     assert result["examples"] == EXAMPLES
-    assert run("--batch", "4", *arguments, model="folded.onnx") == 2
+    assert run("--batch-size", "4", *arguments, model="folded.onnx") == 2
     assert "examples and positions" in capsys.readouterr().err
 
 
@@ -148,7 +148,7 @@ def test_several_losses_have_targets_by_output(capsys):
 def test_data_may_be_larger_than_the_memory(monkeypatch, capsys):
     whole = report(capsys, "--targets", "y.npz")
     monkeypatch.setattr("kfac_engine.system.arrays.available_memory", lambda: 10)
-    assert report(capsys, "--targets", "y.npz", "--batch", "4")["trace"] == pytest.approx(
+    assert report(capsys, "--targets", "y.npz", "--batch-size", "4")["trace"] == pytest.approx(
         whole["trace"], rel=ROUNDING
     )
     np.savez_compressed("packed.npz", input=np.load("x.npz")["input"])
@@ -192,13 +192,11 @@ def test_picture_without_matplotlib_is_one_error_before_the_measurement(monkeypa
 WRONG = {
     "unknown structure": (["--structure", "krom"], "did you mean 'kron'"),
     "unknown Fisher matrix": (["--fisher", "exakt"], "did you mean 'exact'"),
-    "unknown biases": (["--biases", "seperate"], "did you mean 'separate'"),
     "unknown layers": (["--layers", "first"], "layers must be one of all, last"),
     "unknown loss": (["--loss", "categorial"], "did you mean 'categorical'"),
     "unknown parameter": (["--trainable", "fc.wieght"], "did you mean 'fc.weight'"),
     "empirical without targets": (["--fisher", "empirical"], "are missing; pass them"),
-    "one matrix of separate biases": (["--structure=full", "--biases=separate"], "one matrix"),
-    "no examples in a batch": (["--batch", "0"], "--batch"),
+    "no examples in a batch": (["--batch-size", "0"], "--batch-size"),
     "damping of zero": (["--damping", "0"], "--damping"),
     "no data": (["--inputs", "none.npz"], "none.npz"),
     "data of another name": (

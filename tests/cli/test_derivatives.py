@@ -27,8 +27,10 @@ def run(name, feeds):
 
 def test_file_gives_the_derivatives_that_are_asked_for(folder, capsys):
     kinds = ["--jacobian", "--laplacian", "--hessian", "--directional"]
-    features = ["--features", "t,x", "--selected", "t", "--selected", "x,x"]
-    assert main(["derivatives", "net.onnx", "--wrt", "x", *kinds, *features, "-o", "d.onnx"]) == 0
+    features = ["--selected", "t", "--selected", "x,x"]
+    assert (
+        main(["derivatives", "net.onnx", "--wrt", "x=t,x", *kinds, *features, "-o", "d.onnx"]) == 0
+    )
     assert "in:  x, direction" in capsys.readouterr().out
     rng = np.random.default_rng(0)
     x, v = rng.normal(size=(2, 5, 2)).astype("float32")
@@ -56,7 +58,7 @@ def test_kinks_are_reported(folder, capsys):
         (["--wrt", "y", "--laplacian"], "'y' is no input"),
         (["--wrt", "x", "--laplacian", "--output", "v"], "'v'"),
         (["--wrt", "x", "--selected", "t"], "the features are: 0, 1"),
-        (["--wrt", "x", "--features", "t", "--jacobian"], "2 different names"),
+        (["--wrt", "x=t", "--jacobian"], "2 different names"),
         (["--laplacian"], "--wrt"),
     ],
 )

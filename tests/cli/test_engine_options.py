@@ -12,8 +12,7 @@ import pytest
 
 from kfac_engine.analysis.fisher_matrix.options import CurvatureOptions
 from kfac_engine.cli.app import app
-from kfac_engine.cli.engine_options import SCHEDULE, curvature_options, engine_options
-from kfac_engine.curvature.schedule import Schedule
+from kfac_engine.cli.engine_options import curvature_options, engine_options
 from kfac_engine.engine.options import EngineOptions
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -21,11 +20,10 @@ ROOT = Path(__file__).resolve().parents[2]
 RECORDS = {
     EngineOptions: (
         engine_options(),
-        {"exps", "schedule", "sample_inputs", "draws", "compute_cholesky"}
+        {"exps", "schedule", "sample_inputs", "draws", "ema_decay", "compute_cholesky"}
         | {"compute_cholesky_inverse", "communicator", "distribution"},
     ),
-    CurvatureOptions: (curvature_options(), {"sample_inputs", "draws"}),
-    Schedule: (SCHEDULE, {"overlap"}),
+    CurvatureOptions: (curvature_options(), {"biases", "sample_inputs", "draws"}),
 }
 
 

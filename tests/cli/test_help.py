@@ -11,7 +11,6 @@ import pytest
 import kfac_engine as ke
 from kfac_engine.__main__ import main
 from kfac_engine.analysis.fisher_matrix.options import FISHERS, STRUCTURES
-from kfac_engine.analysis.laplace.predictive import LINKS
 from kfac_engine.analysis.pruning.pruning import METHODS
 from kfac_engine.bench import run as bench
 from kfac_engine.bench.roofline import Roofline
@@ -56,7 +55,6 @@ NAMES = {
     "optimizers": ("train", "--optimizer", OPTIMIZERS),
     "structures": ("curvature", "--structure", STRUCTURES),
     "Fisher matrices": ("curvature", "--fisher", FISHERS),
-    "links": ("laplace", "--link", LINKS),
     "saliencies": ("saliency", "--method", METHODS),
     "saliencies of pruning": ("prune", "--method", METHODS),
 }

@@ -70,7 +70,7 @@ BATCH = ["--inputs", "images.npy", "--targets", "labels.npy"]
 LONG = {
     "train": (["--data=digits.npz", "--steps=4", "-o", "out.onnx"], True),
     "verify": ([*BATCH, "--parameters=1"], True),
-    "curvature": ([*BATCH, "--batch=4", "-o", "c.safetensors"], True),
+    "curvature": ([*BATCH, "--batch-size=4", "-o", "c.safetensors"], True),
     "precondition": ([*BATCH, "-o", "out.safetensors"], False),
     "differentiate": (["-o", "gradient.onnx"], False),
 }

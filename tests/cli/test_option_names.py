@@ -68,6 +68,7 @@ def test_error_names_the_option(flag, folder, monkeypatch, capsys):
 
 def test_an_error_begins_with_the_flag_of_the_wrong_option(folder, monkeypatch, capsys):
     monkeypatch.chdir(folder)
-    arguments = [*COMMANDS["precondition"], "--ema-decay=1.5"]
+    arguments = [*COMMANDS["precondition"], "--refresh-every=0"]
     assert main(["precondition", *arguments]) == 2
-    assert capsys.readouterr().err.endswith("error: --ema-decay must lie in [0, 1), got 1.5.\n")
+    error = "error: --refresh-every must be a whole number of at least 1, got 0.\n"
+    assert capsys.readouterr().err.endswith(error)

@@ -48,10 +48,9 @@ MISSPELLED = {
     "schedule": ((*TRAIN, "--schedule", "cosin"), "cosine"),
     "metric": ((*TRAIN, "--validation=data.npz", "--metrics", "acuracy"), "accuracy"),
     "best metric": (
-        (*TRAIN, "--validation=data.npz", "--best", "--best-metric", "validation_los"),
+        (*TRAIN, "--validation=data.npz", "--best", "validation_los"),
         "validation_loss",
     ),
-    "refresh policy": ((*BATCH, "--inputs=batch.npz", "--refresh-policy", "balancd"), "balanced"),
     "input of a batch": ((*BATCH, "--inputs", "misspelled.npz"), "image"),
     "input of data": (
         ("train", "mlp.onnx", "--data=misspelled_data.npz", "-o", "out.onnx"),

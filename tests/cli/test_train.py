@@ -212,8 +212,8 @@ def test_progress_and_notes_are_on_stderr(folder, capsys):
         (["--early-stop=2"], "EarlyStop reads the metric 'validation_loss', and the run has no va"),
         (["--average=1.5"], "--average must lie in [0, 1), got 1.5"),
         (["--average=mean"], "or be 'tail', got 'mean'"),
-        (["--best", "--best-metric=f1", "--validation=0.2"], "cannot know which values of 'f1'"),
-        (["--best", "--best-metric=top2", "--validation=0.2"], "the run has 'validation_loss', 'a"),
+        (["--best=f1", "--validation=0.2"], "cannot know which values of 'f1'"),
+        (["--best=top2", "--validation=0.2"], "the run has 'validation_loss', 'a"),
     ],
 )
 def test_wrong_input_is_one_line_and_nothing_is_written(arguments, message, folder, capsys):

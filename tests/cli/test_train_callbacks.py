@@ -19,8 +19,8 @@ def test_the_result_has_the_weights_of_the_best_validation(metric, best_of, fold
     labels[::2] = np.random.default_rng(0).integers(0, 10, 20)
     np.savez("d.npz", image=IMAGES[:40], targets=labels)
     options = ["--optimizer=adam", "--learning-rate=0.02", "--schedule=constant", "--batch-size=20"]
-    arguments = [*options, "--validation=v.npz", f"--best-metric={metric}", "--epochs=40"]
-    assert run(*arguments, "--best", "--early-stop=4", "--log=run.jsonl") == 0
+    arguments = [*options, "--validation=v.npz", f"--best={metric}", "--epochs=40"]
+    assert run(*arguments, "--early-stop=4", "--log=run.jsonl") == 0
     out = capsys.readouterr().out
     records = logged(Path("run.jsonl"))
     values = [record[metric] for record in records if metric in record]
