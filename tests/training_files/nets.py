@@ -5,9 +5,9 @@ from collections.abc import Callable
 import numpy as np
 import onnx
 
-from tests.models import VOCABULARY, Net
+from tests.models import VOCABULARY, Net, random_inputs
 
-CLASSES = 3
+CLASSES, ROWS = 3, 12
 
 
 def _tail(net: Net, x: str, width: int) -> None:
@@ -189,3 +189,23 @@ def network(name: str) -> onnx.ModelProto:
     output = ["batch", 5, CLASSES] if name == "tokens" else ["batch", CLASSES]
     ids = "int64" if name == "embedding" else None
     return net.model({"input": ["batch", *shape]}, {"output": output}, ids)
+
+
+def data(model, seed=0, n=ROWS):
+    """Random inputs of a model, and classes."""
+    return random_inputs(model, n, seed), np.random.default_rng(seed).integers(0, CLASSES, n)
+
+
+def names(path):
+    """The names of the inputs and outputs of a file."""
+    graph = onnx.load(path).graph
+    return [e.name for e in graph.input], [e.name for e in graph.output]
+
+
+def updated(state, results):
+    """What a step changes of a state."""
+    return {n: results[f"new {n}"] for n in state if results[f"new {n}"].size}
+
+
+def unchanged(results, state):
+    return all(np.array_equal(array, state[n]) for n, array in updated(state, results).items())

@@ -9,14 +9,11 @@ import onnx
 
 import kfac_engine as ke
 from tests.models import random_inputs
+from tests.training_files.nets import updated
 
 OPTIMIZERS = {
-    "kfac": ke.KfacOptimizer,
-    "adamw": ke.AdamW,
-    "adam": ke.Adam,
-    "muon": ke.Muon,
-    "sgd": ke.SGD,
-}
+    "kfac": ke.KfacOptimizer, "adamw": ke.AdamW, "adam": ke.Adam, "muon": ke.Muon, "sgd": ke.SGD
+}  # fmt: skip
 SIZES = (8, 8, 5, 12)
 
 
@@ -84,7 +81,7 @@ def differences(
         report = trainer.step(inputs, targets)
         assert bool(results["finite"])
         np.testing.assert_allclose(results["loss"], report.loss, rtol=1e-3)
-        state |= {n: results[f"new {n}"] for n in state if results[f"new {n}"].size}
+        state |= updated(state, results)
         expected = {**engine.parameters, **engine.buffers}
         weights = files.read(state)
         assert set(weights) == set(expected)

@@ -18,6 +18,7 @@ import pytest
 import kfac_engine as ke
 from kfac_engine.data import demo_model
 from scripts.browser_files import TRAIN, shuffled, write_digits
+from tests.training_files.nets import updated
 
 HEADERS = os.environ.get("ONNXRUNTIME_INCLUDE", "")
 JAR = os.environ.get("ONNXRUNTIME_JAR", "")
@@ -95,6 +96,6 @@ def test_losses_equal_those_of_python(language, optimizer, tmp_path):
     for step in range(STEPS):
         numbers = (step * BATCH + np.arange(BATCH)) % TRAIN
         results = files.step(state, {"image": images[numbers]}, labels[numbers])
-        state |= {n: results[f"new {n}"] for n in state if results[f"new {n}"].size}
+        state |= updated(state, results)
         losses.append(float(results["loss"]))
     np.testing.assert_allclose([float(line) for line in printed.stdout.split()], losses, atol=1e-3)

@@ -1,0 +1,97 @@
+"""Steps in parts of a batch, and several steps in a call of a training file."""
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+import kfac_engine as ke
+from tests.models import Net
+from tests.nightly import nightly_but
+from tests.training_files.nets import data, network
+
+
+@pytest.mark.parametrize("optimizer", ["kfac", "adamw"])
+@pytest.mark.parametrize("net", ["conv2d", "batch normalization"])
+def test_several_steps_in_a_call_equal_single_steps(optimizer, net, tmp_path):
+    model = network(net)
+    one = ke.export_training(model, optimizer=optimizer, path=tmp_path / "one")
+    many = ke.export_training(model, optimizer=optimizer, path=tmp_path / "many", steps_per_call=4)
+    batches = [data(model, seed, 7 if seed < 6 else 5) for seed in range(10)]
+    batches[2][0]["input"][0] = np.inf  # a step that is skipped inside the loop
+
+    def rate(step):
+        return 1 - step / 20
+
+    first, second = (files.run(batches, steps=10, rate=rate) for files in (one, many))
+    assert first.skipped == second.skipped == 1
+    np.testing.assert_allclose(second.losses, first.losses, rtol=1e-5)
+    for name, value in first.state.items():
+        np.testing.assert_allclose(second.state[name], value, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("optimizer", ["kfac", "adamw"])
+@pytest.mark.parametrize(
+    "net", nightly_but(["conv2d"], ["conv2d", "attention", "embedding", "gru"])
+)
+def test_parts_of_a_batch_give_the_step_of_the_batch(optimizer, net, tmp_path):
+    model = network(net)
+    whole, parts = (
+        ke.export_training(model, optimizer=optimizer, path=tmp_path / str(n), accumulate=n)
+        for n in (1, 3)
+    )
+    batches = [data(model, seed, n) for seed, n in enumerate((12, 7, 3, 2, 1, 12))]
+    first, second = (files.run(batches, steps=6) for files in (whole, parts))
+    np.testing.assert_allclose(second.losses, first.losses, rtol=1e-4)
+    for name, value in first.state.items():
+        np.testing.assert_allclose(second.state[name], value, rtol=1e-3, atol=1e-5)
+    inputs, targets = batches[1]
+    states = first.state, second.state
+    a, b = (f.step(s, inputs, targets) for f, s in zip((whole, parts), states, strict=True))
+    np.testing.assert_allclose(a["accuracy"], b["accuracy"], atol=1e-6)
+
+
+def test_parts_in_several_steps_a_call_and_with_other_options(tmp_path):
+    model = network("conv2d")
+    options = [{}, {"accumulate": 2, "steps_per_call": 3, "statistics_part": 1.0}]
+    one, many = (
+        ke.export_training(model, path=tmp_path / str(i), **{"statistics_part": 1.0, **chosen})
+        for i, chosen in enumerate(options)
+    )
+    batches = [data(model, seed) for seed in range(6)]
+    first, second = (files.run(batches, steps=6) for files in (one, many))
+    np.testing.assert_allclose(second.losses, first.losses, rtol=1e-4)
+
+
+@pytest.mark.parametrize("several", [{}, {"steps_per_call": 2}], ids=["one step", "two steps"])
+@pytest.mark.parametrize(("parts", "n"), [(2, 12), (3, 7), (4, 9), (4, 3)])
+def test_running_statistics_after_parts_are_those_of_the_optimizer(parts, n, several, tmp_path):
+    """They move once in a step: the variance is that of all examples, not of one of the parts."""
+    model = network("batch normalization")
+    folder = tmp_path / "files"
+    files = ke.export_training(model, optimizer="adamw", path=folder, accumulate=parts, **several)
+    inputs, targets = data(model, n=n)
+    x = inputs["input"] + np.linspace(0, 9, n, dtype="float32").reshape(-1, 1, 1, 1)  # unlike parts
+    result = files.run([({"input": x}, targets)] * 2, steps=2)
+    engine = ke.Engine.from_onnx(model, loss="categorical")
+    optimizer = ke.AdamW(engine)
+    places = np.arange(min(parts, n) + 1) * n // min(parts, n)
+    batch = [({"input": x[a:b]}, targets[a:b]) for a, b in pairwise(places)]
+    losses = [optimizer.step(batch).loss for _ in range(2)]
+    np.testing.assert_allclose(result.losses, losses, rtol=1e-5)
+    assert list(engine.buffers) == ["bn.mean", "bn.var"]
+    for name, value in engine.buffers.items():
+        np.testing.assert_allclose(result.state[name], value, rtol=1e-5, atol=1e-6)
+
+
+def test_a_model_of_one_batch_size_is_not_divided(tmp_path):
+    net = Net()
+    net.dense("fc", "input", 5, 6)
+    net.op("Reshape", "fc", net.constant("shape", np.array([4, 2, 3])), to="split")
+    net.op("ReduceMean", "split", net.constant("axis", np.array([1])), to="output", keepdims=0)
+    model = net.model({"input": [4, 5]}, {"output": [4, 3]})
+    with pytest.raises(ke.UnsupportedError, match="accumulate"):
+        ke.export_training(model, path=tmp_path / "files", accumulate=2)
+    files = ke.export_training(model, path=tmp_path / "files")
+    run = files.run([data(model, seed, 4) for seed in range(4)], steps=8, batch_size=4)
+    assert run.losses[-1] < run.losses[0]
