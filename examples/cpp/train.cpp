@@ -65,6 +65,7 @@ int main(int count, char** arguments) {
   Ort::Env environment;
   Ort::SessionOptions options;
   options.SetIntraOpNumThreads(1);
+  options.SetGraphOptimizationLevel(ORT_DISABLE_ALL);
   Ort::Session trainer(environment, (folder + "/training.onnx").c_str(), options);
   Ort::Session first(environment, (folder + "/initial.onnx").c_str(), options);
   Names inputs(trainer, true), outputs(trainer, false), states(first, false);

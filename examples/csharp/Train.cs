@@ -25,6 +25,7 @@ public sealed class Train : IDisposable
     private Train(string folder)
     {
         var options = new SessionOptions { IntraOpNumThreads = 1 };
+        options.GraphOptimizationLevel = GraphOptimizationLevel.ORT_DISABLE_ALL;
         training = new InferenceSession(Path.Combine(folder, "training.onnx"), options);
         using (var initial = new InferenceSession(Path.Combine(folder, "initial.onnx")))
         {

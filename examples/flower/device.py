@@ -16,6 +16,7 @@ def session(path: Path) -> onnxruntime.InferenceSession:
     """Return a session on one thread."""
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = 1
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
     return onnxruntime.InferenceSession(path, options)
 
 

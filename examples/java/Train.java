@@ -35,6 +35,7 @@ public final class Train {
   private Train(Path folder) throws OrtException {
     OrtSession.SessionOptions options = new OrtSession.SessionOptions();
     options.setIntraOpNumThreads(1);
+    options.setOptimizationLevel(OrtSession.SessionOptions.OptLevel.NO_OPT);
     training = environment.createSession(folder.resolve("training.onnx").toString(), options);
     try (OrtSession initial = environment.createSession(folder.resolve("initial.onnx").toString())) {
       for (Map.Entry<String, ai.onnxruntime.OnnxValue> entry : initial.run(Map.of())) {

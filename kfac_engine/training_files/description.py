@@ -127,10 +127,14 @@ The others belong to the optimizer.
 {different}{factors}
 ## The loop
 
+Without graph optimizations, the session of `training.onnx` is created in a quarter of the time, and
+a step takes as long as with them.
+
 JavaScript (`onnxruntime-web`, `onnxruntime-node`):
 
 ```js
-const trainer = await ort.InferenceSession.create('training.onnx');
+const options = {{ graphOptimizationLevel: 'disabled' }};
+const trainer = await ort.InferenceSession.create('training.onnx', options);
 const state = {{ ...(await (await ort.InferenceSession.create('initial.onnx')).run({{}})) }};
 for (const batch of batches) {{          // {{{batch}}}
   const rate = new ort.Tensor('float32', {js_rate});
@@ -142,7 +146,9 @@ for (const batch of batches) {{          // {{{batch}}}
 Python (`onnxruntime`):
 
 ```python
-trainer = onnxruntime.InferenceSession("training.onnx")
+options = onnxruntime.SessionOptions()
+options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+trainer = onnxruntime.InferenceSession("training.onnx", options)
 first = onnxruntime.InferenceSession("initial.onnx")
 state = dict(zip([o.name for o in first.get_outputs()], first.run(None, {{}})))
 names = [o.name for o in trainer.get_outputs()]
@@ -155,7 +161,9 @@ for batch in batches:  # {{{batch}}}
 C# (`Microsoft.ML.OnnxRuntime`):
 
 ```csharp
-using var trainer = new InferenceSession("training.onnx");
+using var settings = new SessionOptions();
+settings.GraphOptimizationLevel = GraphOptimizationLevel.ORT_DISABLE_ALL;
+using var trainer = new InferenceSession("training.onnx", settings);
 using var first = new InferenceSession("initial.onnx");
 using var options = new RunOptions();
 var state = first.OutputNames.Zip(first.Run(options, [], [], first.OutputNames))

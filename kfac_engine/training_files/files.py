@@ -415,7 +415,10 @@ class TrainingFiles:
     def _session(self, name: str) -> Session:
         if name not in self._sessions:
             model = CompactModel(self._data[name], {}, {})
-            self._sessions[name] = Session(model, threads=1, what=f"'{name}'")
+            # Optimizations of the thousands of nodes of a step take longer than the rest of the
+            # session, and save no time of a step.
+            optimize = name not in (TRAINING, INITIAL)
+            self._sessions[name] = Session(model, threads=1, optimize=optimize, what=f"'{name}'")
         return self._sessions[name]
 
     def _source(self, data: Data, batch_size: int, seed: int) -> RunData:

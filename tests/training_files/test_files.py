@@ -71,7 +71,7 @@ def test_sessions_of_the_files_print_no_warnings(net, options, tmp_path, capfd):
 
 def test_the_loop_of_the_readme_runs(files, monkeypatch):
     text = (files.folder / "README.md").read_text()
-    loop = re.search(r"```python\n(trainer.*?)```", text, re.DOTALL).group(1)
+    loop = re.search(r"```python\n(options.*?)```", text, re.DOTALL).group(1)
     inputs, targets = data(network("conv2d"))
     scope = {"onnxruntime": ort, "numpy": np, "batches": [{**inputs, "targets": targets}] * 4}
     monkeypatch.chdir(files.folder)
