@@ -16,18 +16,13 @@ from threading import Event, Thread, current_thread, main_thread
 from types import FrameType, TracebackType
 
 from kfac_engine.distributed.job import rank_in_job, wait_for_first_rank
+from kfac_engine.system.signals import SIGNALS, Handling
 from kfac_engine.system.writing import abandon_files
 
-# Signals that end the program, where the system has them, and their messages.
-_MESSAGES: Mapping[int, str] = {
-    getattr(signal, name): message
-    for name, message in (
-        ("SIGINT", "interrupted."),
-        ("SIGTERM", "terminated."),
-        ("SIGHUP", "the terminal was closed."),
-    )
-    if hasattr(signal, name)
-}
+# Messages of the signals that end the program; Windows has no third one.
+_MESSAGES: Mapping[int, str] = dict(
+    zip(SIGNALS, ("interrupted.", "terminated.", "the terminal was closed."), strict=False)
+)
 # A signal's exit status is its number plus this.
 _SIGNAL_STATUS = 128
 # The rest of the two seconds is a reserve for a busy machine.
@@ -40,7 +35,7 @@ class SignalReceived(BaseException):
     """The program received a signal to end."""
 
 
-class Interruption:
+class Interruption(Handling):
     """A context in which a signal raises SignalReceived, and ends the process soon after.
 
     It has no effect outside the main thread, where Python receives no signals.
@@ -53,27 +48,24 @@ class Interruption:
     """
 
     def __init__(self) -> None:
+        super().__init__()
         self.received: int | None = None
         self.patient = False
         self.advice = ""
-        self._over = Event()
-        self._restore = ExitStack()
+        self._ended = Event()
+        self._undo = ExitStack()
 
     def __enter__(self) -> "Interruption":
         if current_thread() is not main_thread():
             return self
         reader, writer = socket.socketpair()
-        self._restore.enter_context(writer)
+        self._undo.enter_context(writer)
         writer.setblocking(False)
         older = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
-        self._restore.callback(signal.set_wakeup_fd, older)
-        for number in _MESSAGES:
-            older_handler = signal.getsignal(number)
-            # A program that nohup or a shell starts in the background ignores some signals.
-            if older_handler not in {signal.SIG_IGN, None}:
-                self._restore.callback(signal.signal, number, older_handler)
-                signal.signal(number, self._raise)
-        self._restore.callback(setattr, sys, "unraisablehook", sys.unraisablehook)
+        self._undo.callback(signal.set_wakeup_fd, older)
+        super().__enter__()
+        self._undo.callback(self._restore)
+        self._undo.callback(setattr, sys, "unraisablehook", sys.unraisablehook)
         sys.unraisablehook = partial(_report_unraisable, sys.unraisablehook)
         Thread(target=self._watch, args=(reader,), daemon=True).start()
         return self
@@ -84,8 +76,8 @@ class Interruption:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._over.set()
-        self._restore.close()
+        self._ended.set()
+        self._undo.close()
 
     @property
     def explanation(self) -> tuple[int, str] | None:
@@ -97,9 +89,9 @@ class Interruption:
             message = f"{message.removesuffix('.')}; {self.advice}."
         return _SIGNAL_STATUS + self.received, message
 
-    def _raise(self, number: int, frame: FrameType | None) -> None:
+    def _handle(self, number: int, frame: FrameType | None) -> None:
         # A second signal must not disturb the shutdown by the first.
-        if self.received is None and not self._over.is_set():
+        if self.received is None and not self._ended.is_set():
             self.received = number
             raise SignalReceived
 
@@ -109,7 +101,7 @@ class Interruption:
                 number = received[0]
                 if number in _MESSAGES and self.patient:
                     self.patient = False
-                elif number in _MESSAGES and not self._over.wait(_GRACE_SECONDS):
+                elif number in _MESSAGES and not self._ended.wait(_GRACE_SECONDS):
                     _end(number)
 
 

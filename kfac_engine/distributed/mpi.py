@@ -6,9 +6,6 @@ If a rank ends while others would wait for it forever, it ends the whole job.
 import atexit
 import signal
 import sys
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from threading import current_thread, main_thread
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +16,7 @@ from kfac_engine.backend.namespace import array_module
 from kfac_engine.distributed.job import end_job
 from kfac_engine.distributed.protocol import Alone, Communicator
 from kfac_engine.errors import BackendError
-from kfac_engine.system.deferred_signals import SIGNALS
+from kfac_engine.system.signals import Handling
 
 # What a rank tells its neighbour.
 _ENTERS, _ENDS = 0, 1
@@ -228,19 +225,12 @@ def over_mpi(comm: "MPI.Intracomm | None" = None, *, device_buffers: bool = Fals
     return ranks
 
 
-@contextmanager
-def _ended_by_signals() -> Iterator[None]:
+def _ended_by_signals() -> Handling:
     """Return a context in which a signal ends the process.
 
     Python calls no handler while MPI waits for the other processes.
     """
-    with ExitStack() as handlers:
-        for number in SIGNALS if current_thread() is main_thread() else ():
-            older = signal.getsignal(number)
-            if callable(older):
-                handlers.callback(signal.signal, number, older)
-                signal.signal(number, signal.SIG_DFL)
-        yield
+    return Handling(handler=int(signal.SIG_DFL))
 
 
 def _load() -> Any:

@@ -62,7 +62,7 @@ from kfac_engine.layers.parameter_slices import Piece
 from kfac_engine.losses.observed import Targets
 from kfac_engine.runtime.trace import Trace
 from kfac_engine.summary import Summarized, Summary
-from kfac_engine.system.deferred_signals import HeldInterrupts
+from kfac_engine.system.signals import HeldInterrupts
 
 _DISTRIBUTIONS: Mapping[str, type[Distribution]] = {"replicate": Replicate, "shard": Shard}
 # The state that several processes compare with each batch.

@@ -32,7 +32,7 @@ from kfac_engine.errors import (
 )
 from kfac_engine.graph.load import ModelSource
 from kfac_engine.registry import Registry
-from kfac_engine.system.deferred_signals import DeferredSignals
+from kfac_engine.system.signals import DeferredSignals
 from kfac_engine.system.writing import check_outputs, checked_path
 from kfac_engine.training.batches import run_data
 from kfac_engine.training.budget import Position, ScheduleFunction, budget_of, schedule_function

@@ -28,7 +28,7 @@ from kfac_engine.losses.objective import Residuals
 from kfac_engine.losses.observed import Targets
 from kfac_engine.sealed import Sealed
 from kfac_engine.summary import Summarized, Summary
-from kfac_engine.system.deferred_signals import HeldInterrupts
+from kfac_engine.system.signals import HeldInterrupts
 from kfac_engine.training.checkpoint import (
     COUNTER,
     LEARNING_RATE,

@@ -10,7 +10,7 @@ from typing import TypeVar
 from kfac_engine.arguments import check_int
 from kfac_engine.datasets.examples import Batch, numbered_in_data
 from kfac_engine.errors import DivergenceError, DivergenceWarning, NonFiniteError, warn
-from kfac_engine.system.deferred_signals import HeldInterrupts
+from kfac_engine.system.signals import HeldInterrupts
 from kfac_engine.training.checkpoint import COUNTER, LEARNING_RATE, SavedState
 from kfac_engine.training.hooks import Callback
 from kfac_engine.training.optimizer import Optimizer, StepReport

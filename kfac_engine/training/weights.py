@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from kfac_engine._types import Array
 from kfac_engine.engine.engine import Engine
-from kfac_engine.system.deferred_signals import HeldInterrupts
+from kfac_engine.system.signals import HeldInterrupts
 from kfac_engine.training.checkpoint import Arrays
 from kfac_engine.training.optimizer import trained_names
 

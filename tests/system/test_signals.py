@@ -7,7 +7,7 @@ from threading import Thread
 
 import pytest
 
-from kfac_engine.system.deferred_signals import SIGNALS, DeferredSignals, HeldInterrupts
+from kfac_engine.system.signals import SIGNALS, DeferredSignals, HeldInterrupts
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="sends signals")
 

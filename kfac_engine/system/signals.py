@@ -1,7 +1,6 @@
-"""Delays signals until a step ends, or until a run has stored its state."""
+"""Contexts with other handlers of signals: the only place that sets handlers."""
 
 import signal
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from threading import current_thread, main_thread
 from types import FrameType, TracebackType
@@ -18,27 +17,42 @@ _handler_of: Callable[[int], Any] = _calls.getsignal
 _set_handler: Callable[[int, Any], Any] = _calls.signal
 
 
-class _Handling(ABC):
-    """A context with other handlers of signals.
+class Handling:
+    """A context with other handlers of signals: ``handler``, or the method of a subclass.
 
-    The context has no effect outside the main thread, where Python receives no signals.
+    The context has no effect outside the main thread, where Python receives no signals. Signals
+    that the program ignores, such as in the background of a shell, stay ignored.
     """
 
-    def __init__(self, numbers: Iterable[int]) -> None:
+    # Whether only handlers of Python are replaced, not the default action of the system.
+    only_python = False
+
+    def __init__(self, numbers: Iterable[int] = SIGNALS, handler: Any = None) -> None:
         self._numbers = numbers
+        self._handler = self._received if handler is None else handler
         self._older: dict[int, Any] = {}
         self._over = False
 
     def __enter__(self) -> Self:
         if self._numbers and current_thread() is main_thread():
             try:
-                for number, older in self._replaced():
-                    self._older[number] = older
-                    _set_handler(number, self._received)
+                for number in self._numbers:
+                    older = _handler_of(number)
+                    if callable(older) or (not self.only_python and older == signal.SIG_DFL):
+                        self._older[number] = older
+                        _set_handler(number, self._handler)
             except BaseException:  # a signal that is not replaced yet
                 self._restore()
                 raise
         return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._restore()
 
     def _restore(self) -> None:
         try:
@@ -62,21 +76,17 @@ class _Handling(ABC):
             _set_handler(number, older)
             signal.raise_signal(number)
 
-    @abstractmethod
-    def _replaced(self) -> list[tuple[int, Any]]:
-        """Return the signals whose handlers the context replaces, with the handlers."""
-
-    @abstractmethod
     def _handle(self, number: int, frame: FrameType | None) -> None:
         """Handle a signal in the context."""
+        raise NotImplementedError
 
 
-class DeferredSignals(_Handling):
+class DeferredSignals(Handling):
     """A context in which the first signal that ends the program waits for the end of the context.
 
-    A second signal has its usual effect at once. Signals that the program ignores stay ignored. If
-    an error ends the context, the signal follows it. Without ``active`` the context has no effect.
-    ``received`` is the number of the signal that waits, or None.
+    A second signal has its usual effect at once. If an error ends the context, the signal follows
+    it. Without ``active`` the context has no effect. ``received`` is the number of the signal that
+    waits, or None.
     """
 
     def __init__(self, active: bool = True) -> None:
@@ -93,10 +103,6 @@ class DeferredSignals(_Handling):
         if self.received is not None:
             signal.raise_signal(self.received)
 
-    def _replaced(self) -> list[tuple[int, Any]]:
-        unchanged = {signal.SIG_IGN, None}
-        return [(n, older) for n in self._numbers if (older := _handler_of(n)) not in unchanged]
-
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.received is None:
             self.received = number
@@ -106,7 +112,7 @@ class DeferredSignals(_Handling):
         signal.raise_signal(number)
 
 
-class HeldInterrupts(_Handling):
+class HeldInterrupts(Handling):
     """A context at whose end the exception of a signal handler is raised.
 
     Ctrl-C raises ``KeyboardInterrupt`` between any two instructions, also between two changes that
@@ -115,6 +121,8 @@ class HeldInterrupts(_Handling):
     changes that take too long, and only a part of them may then be done. A context in such a
     context has no effect.
     """
+
+    only_python = True
 
     def __init__(self) -> None:
         around = getattr(_handler_of(signal.SIGINT), "__self__", None)
@@ -131,9 +139,6 @@ class HeldInterrupts(_Handling):
         self._restore()
         if self._held is not None and error is not self._held:
             raise self._held
-
-    def _replaced(self) -> list[tuple[int, Any]]:
-        return [(n, older) for n in self._numbers if callable(older := _handler_of(n))]
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         try:
