@@ -19,7 +19,13 @@ from kfac_engine.errors import InputError, ModelError, UnsupportedError
 from kfac_engine.graph.analysis.exporter_changes import is_generated, module_path
 from kfac_engine.graph.analysis.trainable import matching
 from kfac_engine.graph.edits.model import EditedModel, attribute, operand, operator
-from kfac_engine.graph.edits.products import ACTIVATIONS, Form, Product, products
+from kfac_engine.graph.edits.products import (
+    ACTIVATIONS,
+    Form,
+    Product,
+    products,
+    write_unrounded,
+)
 from kfac_engine.graph.load import ModelSource
 from kfac_engine.graph.write import ModelProto
 
@@ -51,7 +57,10 @@ def add_adapters(
     arXiv:2106.09685). ``A`` and ``B`` are the initializers ``<layer>.lora_A`` and
     ``<layer>.lora_B`` in the element type of the product, so ``trainable="*lora*"`` trains only
     them. They are inputs with default values as well: a caller of ONNX Runtime may replace them in
-    each run, by ``LoraAdapter`` for example. All other nodes and weights are unchanged.
+    each run, by ``LoraAdapter`` for example. All other nodes and weights are unchanged, but for
+    products of dynamic quantization (``MatMulInteger``, ``DynamicQuantizeMatMul``) that have an
+    adapter or come after one: they multiply by the same integers without rounding their operand,
+    because rounding has no derivative.
 
     Args:
         model: Path, bytes or ``ModelProto``.
@@ -59,7 +68,8 @@ def add_adapters(
         layers: Pattern of the names of weights or nodes, or several: dense layers (``Gemm``,
             ``MatMul``, also with a stack of weights), convolutions without groups, embeddings
             (``Gather``), and these products with integer weights (``MatMulNBits``,
-            ``GatherBlockQuantized``, and weights behind ``DequantizeLinear``). By default all dense
+            ``GatherBlockQuantized``, ``MatMulInteger``, ``DynamicQuantizeMatMul``, and weights
+            behind ``DequantizeLinear``). By default all dense
             layers and 1 × 1 convolutions that are wide enough for the rank.
         alpha: Factor of the update, times the rank.
         seed: Seed of ``A``, which is uniform within ``±1/√inputs``, and within ±1 for embeddings.
@@ -85,15 +95,27 @@ def add_adapters(
             f"model '{edited.name}' has operator set {edited.opset}, but adapters need 7; convert "
             f"it with onnx.version_converter."
         )
-    known = [p for p in products(edited) if not (p.rounds or _is_marked(p))]
-    known = [product for product in known if product.form != "transposed conv"]
-    chosen = _chosen(edited, known, layers, rank)
+    chosen = _chosen(edited, _known(edited), layers, rank)
+    rounded = [product for product in products(edited) if product.rounds]
+    if rounded:
+        weights = {product.weight.name for product in chosen}
+        changed = {id(node) for p in chosen for node in (p.node, *edited.downstream(p.result))}
+        for product in rounded:
+            if id(product.node) in changed:
+                write_unrounded(edited, product)
+        edited.prune()
+        chosen = [product for product in _known(edited) if product.weight.name in weights]
     writer = _Writer(
         edited, rank, alpha / rank, np.random.default_rng(seed), frozenset(edited.constants)
     )
     for product in chosen:
         writer.add(product)
     return edited.written(path)
+
+
+def _known(edited: EditedModel) -> list[Product]:
+    """Return the products that may have adapters."""
+    return [p for p in products(edited) if p.form != "transposed conv" and not _is_marked(p)]
 
 
 def _chosen(

@@ -10,6 +10,7 @@ from typing import Literal
 
 import numpy as np
 import onnx
+from onnx import helper
 
 from kfac_engine._types import DType
 from kfac_engine.graph.edits.model import EditedModel, attribute, operand, operator
@@ -248,6 +249,45 @@ def _dynamic_matmul(model: EditedModel, node: onnx.NodeProto) -> Product | None:
     if operand(node, 4) not in model.constants:
         return product if operand(node, 4) else _with_bias(model, product)
     return replace(product, bias=node.input[4], bias_place=4)
+
+
+def write_unrounded(model: EditedModel, product: Product) -> None:
+    """Write a product that rounds its data as one of the data itself and the same integers.
+
+    A product whose scale is not a constant keeps the rounding.
+    """
+    node, end = product.node, product.end
+    zero, bias = operand(node, 3), "" if product.scaler else operand(node, 4)
+    scale = _scale_of_integers(model, product)
+    if scale not in model.constants:
+        return
+    weight, result = product.weight.name, end.output[0]
+    real = model.free(f"{weight}.real")
+    unbiased = model.free(f"{result}.unbiased") if bias else result
+    operands = [weight, scale, zero] if zero else [weight, scale]
+    nodes = [
+        helper.make_node("DequantizeLinear", operands, [real]),
+        helper.make_node("MatMul", [product.data, real], [unbiased], name=node.name),
+    ]
+    if model.constants[scale].size > 1:
+        nodes[0].attribute.append(helper.make_attribute("axis", 1))
+    if bias:
+        nodes.append(helper.make_node("Add", [unbiased, bias], [result]))
+    model.insert(end, nodes)
+    model.remove(end)
+
+
+def _scale_of_integers(model: EditedModel, product: Product) -> str:
+    """Return the scale of the integers; empty if it is not found."""
+    node, scaler = product.node, product.scaler
+    if scaler is None:
+        return operand(node, 2)
+    of_data = model.producers[node.input[0]].output[1]
+    for name in scaler.input:
+        factors = model.producers.get(name)
+        if factors is not None and operator(factors) == "Mul" and of_data in factors.input:
+            return next((other for other in factors.input if other != of_data), "")
+    return ""
 
 
 def _with_bias(model: EditedModel, product: Product) -> Product:

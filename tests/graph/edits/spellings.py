@@ -127,6 +127,12 @@ ROWS = {
         {"s": (), "b": (OLD,)},
         whole={"q": INTEGERS, "p": np.int8(0)},
     ),
+    "columns of dynamic integers": Row(
+        "r, k, o = DynamicQuantizeLinear (h)  i = MatMulInteger (r, q, o, p)  "
+        "c = Cast <to = 1> (i)  m = Mul (s, k)  z = Mul (m, c)  y = Add (z, b)",
+        {"s": (OLD,), "b": (OLD,)},
+        whole={"q": INTEGERS, "p": np.arange(OLD, dtype=np.int8)},
+    ),
     "dynamic product": Row(
         "y = com.microsoft.DynamicQuantizeMatMul (h, q, s, p, b)",
         {"s": (), "b": (OLD,)},
