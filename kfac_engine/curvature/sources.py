@@ -68,6 +68,8 @@ class Sources:
     examples: ExampleGradients | None
     variables: tuple[str, ...]  # parameters whose gradients are summed over the sources
     rows: RowRange | None = None  # the rows that this process has; None for the whole batch
+    # Those among the examples of each loss, by its name, where losses have examples of their own.
+    rows_of: Mapping[str, RowRange] = field(default_factory=dict)
     # Returns the place of the examples in the draws of each loss, by name; the first axis where
     # absent.
     placements: Callable[[], Mapping[str, DrawAxis]] = dict
@@ -200,7 +202,7 @@ class Sources:
     def _cotangents(self, batch: MeasuredBatch) -> Iterator[dict[str, Array]]:
         rng: AnyGenerator = self.rng
         if self.rows is not None:
-            rng = RowGenerator(self.rng, self.rows, self.placements())
+            rng = RowGenerator(self.rng, self.rows, self.placements(), rows_of=self.rows_of)
         known = batch.checked and not batch.draws and self.mode.mat_type != "GGN"
         sources = self.mode.sources if known else self.mode
         values: Any = batch.trace  # a mapping, if it was checked

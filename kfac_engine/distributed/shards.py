@@ -79,6 +79,7 @@ class RowGenerator:
         placements: Place of the examples in the draws of each loss, by name; the first axis, with
             positions behind examples, where absent.
         loss: Name of the loss that draws.
+        rows_of: The rows to draw for a loss with examples of its own, by its name.
     """
 
     def __init__(
@@ -87,13 +88,15 @@ class RowGenerator:
         rows: RowRange,
         placements: Mapping[str, DrawAxis] | None = None,
         loss: str = "",
+        rows_of: Mapping[str, RowRange] | None = None,
     ) -> None:
         self._rng, self._rows, self._loss = rng, rows, loss
-        self._placements = placements or {}
+        self._placements, self._rows_of = placements or {}, rows_of or {}
 
     def of(self, loss: str) -> np.random.Generator:
         """Return the generator of the draws of a loss."""
-        generator = RowGenerator(self._rng, self._rows, self._placements, loss)
+        rows = self._rows_of.get(loss, self._rows)
+        generator = RowGenerator(self._rng, rows, self._placements, loss)
         return cast("np.random.Generator", generator)
 
     @property

@@ -62,6 +62,16 @@ def _with_part(error: KfacError, parts: Sequence[Batch], index: int) -> KfacErro
     return named.at(*error.place) if error.place else named
 
 
+def _within(parts: Sequence[RowRange]) -> Sequence[RowRange]:
+    """Return the rows of parts as rows of the batch, in which the parts follow one another."""
+    starts = accumulate((rows.whole for rows in parts), initial=0)
+    whole = sum(rows.whole for rows in parts)
+    return [
+        RowRange(start + rows.start, rows.count, whole)
+        for start, rows in zip(starts, parts, strict=False)
+    ]
+
+
 @dataclass(slots=True)
 class TracedParts:
     """The evaluations of the parts of a batch.
@@ -142,14 +152,15 @@ class TracedParts:
         return sum(part.rows.whole for part in self.exchanges)
 
     @property
-    def rows(self) -> Sequence[RowRange]:
-        """For each part, the rows of this process in the batch, after ``count``."""
-        placed, measured = [part.rows for part in self.exchanges], self.measured
-        starts = accumulate((rows.whole for rows in placed), initial=0)
-        return [
-            RowRange(start + rows.start, rows.count, measured)
-            for start, rows in zip(starts, placed, strict=False)
-        ]
+    def rows(self) -> Sequence[Sequence[RowRange]]:
+        """For each part, the rows of this process in the batch, after ``count``.
+
+        The first rows are those among all examples. If there are several sets, those among the
+        examples of each loss function follow.
+        """
+        of_parts = [(part.rows, *part.of_losses) for part in self.exchanges]
+        columns = [_within(column) for column in zip(*of_parts, strict=True)]
+        return [*zip(*columns, strict=True)]
 
     @property
     def are_alike(self) -> bool:

@@ -183,7 +183,10 @@ class BatchPasses:
         self.example_axes = self.task.example_axes
         self.arrays = ModelArrays(assembly.model, assembly.collection.backend)
         self.shards = BatchShards(
-            assembly.options.communicator, self.objective, lambda: self.arrays.on_host()[0]
+            assembly.options.communicator,
+            self.objective,
+            self.task.batch,
+            lambda: self.arrays.on_host()[0],
         )
         self.agreement = self.shards.agreement
         # The first process warns.
@@ -471,14 +474,15 @@ class BatchPasses:
                 batch = self._to_measure(fisher, trace, part.observation.within(traced.size))
                 if alike:
                     # Each part draws its rows of the numbers of the batch.
-                    bits.state, fisher.rows = start, rows
+                    bits.state = start
+                    fisher.set_rows(*rows)
                 with self.explained(trace):
                     fisher.measure_part(sums, batch, bases, by_example=by_example)
 
             try:
                 traced.each(add)
             finally:
-                fisher.rows = None
+                fisher.set_rows(None)
                 if bases:
                     bits.state = start
             return sums
@@ -490,7 +494,7 @@ class BatchPasses:
     def _set_rows(self, fisher: Fisher, part: ExchangedPart) -> None:
         """Let statistics draw the rows of this process in a part of a batch."""
         if not self.shards.alone:
-            fisher.rows = part.rows
+            fisher.set_rows(part.rows, *part.of_losses)
 
     def _to_measure(self, fisher: Fisher, trace: Trace, seen: Observation) -> MeasuredBatch:
         """Return a part of a batch with the weights of its examples, None if all count alike."""

@@ -16,6 +16,7 @@ from kfac_engine.distributed.shards import RowRange
 from kfac_engine.engine.rollback import ignore_overflow
 from kfac_engine.errors import InputError, ShapeError
 from kfac_engine.losses.objective import BatchSize, Objective, Observation, Residuals
+from kfac_engine.runtime.batch_axis import Batch
 from kfac_engine.runtime.trace import Trace
 
 # Batches between two comparisons of the parameters.
@@ -28,6 +29,8 @@ class ExchangedPart(NamedTuple):
     observation: Observation  # its targets on this rank, as a piece of the part of all ranks
     rows: RowRange  # the rows of this rank in the part of all ranks
     counts: tuple[int, ...]  # number of examples of each rank
+    # The rows of this rank among the examples of each loss function, if there are several sets.
+    of_losses: tuple[RowRange, ...] = ()
 
 
 class BatchShards:
@@ -36,6 +39,7 @@ class BatchShards:
     Args:
         communicator: The ranks; None for a single process.
         objective: The loss.
+        batch: Where the examples are.
         parameters: Returns the parameters on the host.
 
     Attributes:
@@ -50,13 +54,14 @@ class BatchShards:
         self,
         communicator: Communicator | None,
         objective: Objective,
+        batch: Batch,
         parameters: Callable[[], Mapping[str, Array]],
     ) -> None:
         self.agreement = Agreement(communicator or Alone())
         self.communicator, self.alone = self.agreement.communicator, self.agreement.alone
         self.rows = RowRange(0, 0, 0)
         self.state: Callable[[], Mapping[str, str]] = dict
-        self._objective, self._parameters = objective, parameters
+        self._objective, self._batch, self._parameters = objective, batch, parameters
         self._exchanges = 0
 
     @contextmanager
@@ -85,19 +90,23 @@ class BatchShards:
         """
         size = observation.size
         count = size.examples if examples is None else examples
+        of_losses = self._examples_of_losses(trace)
         if self.alone:
-            rows = RowRange(0, size.examples, size.examples)
+            rows, *of_each = (RowRange(0, n, n) for n in (size.examples, *of_losses))
             if count != size.examples:
                 observation = observation.within(size.of_examples(count))
-            return ExchangedPart(observation, rows, (count,))
+            return ExchangedPart(observation, rows, (count,), tuple(of_each))
         equal = dict(self.state())
         if self._exchanges % _CHECKED_EVERY == 0:
             equal |= parameter_checksums(self._parameters())
         sums = checksums(equal)
-        sizes = size.examples, self._objective.positions(trace), count, *sums, *size.totals
-        table = self.agreement.of_all(*sizes)
+        positions = self._objective.positions(trace, of_losses)
+        table = self.agreement.of_all(
+            size.examples, positions, count, *sums, *of_losses, *size.totals
+        )
         self._exchanges += 1  # on all ranks or none
-        self.agreement.refuse_unequal(list(equal), table[:, 3 : 3 + len(sums)])
+        before = 3 + len(sums)
+        self.agreement.refuse_unequal(list(equal), table[:, 3:before])
         counts, positions, shards = table[:, :3].T
         others = np.flatnonzero(positions != positions[0])
         if others.size:
@@ -107,12 +116,24 @@ class BatchShards:
                     f"and rank 0 has {positions[0]:g}; pad the examples of all ranks to one length."
                 )
             )
-        self.rows = RowRange.of([int(n) for n in counts], self.communicator.rank)
+        self.rows, *of_each = (
+            RowRange.of([int(n) for n in column], self.communicator.rank)
+            for column in (counts, *table[:, before : before + len(of_losses)].T)
+        )
         of_ranks = tuple(int(n) for n in shards)
-        totals = table[:, 3 + len(sums) :].sum(axis=0)
+        totals = table[:, before + len(of_losses) :].sum(axis=0)
         measured = BatchSize(self.rows.whole, tuple(map(float, totals)))
         within = observation.within(measured.of_examples(sum(of_ranks)))
-        return ExchangedPart(within, self.rows, of_ranks)
+        return ExchangedPart(within, self.rows, of_ranks, tuple(of_each))
+
+    def _examples_of_losses(self, trace: Trace) -> tuple[int, ...]:
+        """Return the number of examples of each loss function, if there are several sets."""
+        if not self._batch.sets:
+            return ()
+        outputs, places = self._objective.outputs, self._batch.places
+        names = [term.inputs[0] for term in self._objective.terms]
+        of_names = ((name, places[outputs.get(name, name)]) for name in names)
+        return tuple(trace[name].shape[place.axis] // place.repeats for name, place in of_names)
 
     def sum(self, arrays: Sequence[Array]) -> None:
         """Replace arrays by their sums over all ranks, in place.

@@ -425,9 +425,15 @@ class Objective:
         count: int = values[self.batch or self.inputs[0]].shape[0]
         return count
 
-    def positions(self, values: Values) -> int:
-        """Return the number of predictions of all losses for each example of a batch."""
-        predictions = (len(values[t.inputs[0]]) * t.positions(values) for t in self.terms)
+    def positions(self, values: Values, examples: Sequence[int] = ()) -> int:
+        """Return the number of predictions of all losses for each example of a batch.
+
+        ``examples`` are the numbers of examples of each loss function, if they differ; without an
+        example, a loss function has no prediction.
+        """
+        predictions = [len(values[t.inputs[0]]) * t.positions(values) for t in self.terms]
+        if examples:
+            return sum(p // n for p, n in zip(predictions, examples, strict=True) if n)
         return sum(predictions) // self.examples(values)
 
     def _divisors(self, whole: BatchSize) -> list[float]:

@@ -7,7 +7,7 @@ import kfac_engine as ke
 from tests import models
 from tests.distributed.test_distributions import assert_close
 from tests.distributed.threads import rows_of, run
-from tests.training import softmax_net as net
+from tests.training import softmax_net as net, test_gauss_newton as gauss_newton
 
 STEPS = 8
 EXAMPLES = 24
@@ -59,6 +59,39 @@ def trained(make, communicator=None, **options):
 def test_steps_equal_those_of_one_process(name, size, reduction, distribution):
     make, options = OPTIMIZERS[name], {"reduction": reduction}
     assert_equal(trained(make, **options), size, make, distribution=distribution, **options)
+
+
+# Rows of the sets of an equation in each part of the batch, and in each process of "ranks".
+DIVIDED = {
+    "parts": {"inside x": [0, 4, 15, 20], "ends x": [0, 5, 7, 8]},
+    "ranks": {"inside x": [0, 13, 20], "ends x": [0, 2, 8]},
+}
+
+
+@pytest.mark.parametrize("division", DIVIDED)
+@pytest.mark.parametrize("name", ["given rate", "quadratic", "auto", "step of the engine"])
+def test_sets_of_examples_have_the_random_targets_of_one_process(name, division):
+    model, losses, (inputs, _), _ = gauss_newton.equation(20)
+    cuts = DIVIDED[division]
+    pairs = [{n: (c[i], c[i + 1]) for n, c in cuts.items()} for i in range(len(cuts["ends x"]) - 1)]
+    parts = [{n: inputs[n][start:stop] for n, (start, stop) in each.items()} for each in pairs]
+
+    def stepped(batch, communicator=None):
+        engine = ke.Engine.from_onnx(model, loss=losses, communicator=communicator, threads=1)
+        if name == "step of the engine":
+            results = [engine.step(batch, gradients="all") for _ in range(3)]
+            return results[-1].loss, results[-1].natural_gradients
+        optimizer = OPTIMIZERS[name](engine)
+        return [optimizer.step(batch).loss for _ in range(6)][-1], engine.parameters
+
+    loss, expected = stepped([(inputs, None)])
+    if division == "parts":
+        found = [stepped([(part, None) for part in parts])]
+    else:
+        found = run(len(parts), lambda ranks: stepped([(parts[ranks.rank], None)], ranks))
+    for its_loss, arrays in found:
+        assert its_loss == pytest.approx(loss, rel=1e-8)
+        assert_close(arrays, expected, 1e-8)
 
 
 @pytest.mark.parametrize("distribution", ["replicate", "shard"])
