@@ -129,7 +129,7 @@ def check(model, features=D, *, tolerance=2e-6, wrt="x", output="u", **others):
     return result
 
 
-def differences(at, x, v, step=2.0**-10):
+def differences(at, x, v, step=2.0**-12):
     """Central differences by the names of the outputs, of the fourth order."""
     units = np.eye(x.shape[1])
     # Weights of the values at -2, -1, 0, 1 and 2 steps.
