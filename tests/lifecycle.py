@@ -1,6 +1,31 @@
 """What a user does with a block, step by step, and dense matrices to compare it with."""
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
 import numpy as np
+
+
+@dataclass(frozen=True)
+class Block:
+    """A layer with a block, and the dense matrices that the block stands for."""
+
+    batch: Callable[..., dict]  # values for a number of examples, a seed and an element type
+    registered: Callable[..., Any]  # a collection with the layer in a number of towers
+    # The block's matrix for values and for a damping.
+    matrix: Callable[..., Any]
+    damped: Callable[..., Any]
+    shapes: list  # of the layer's parameters
+    pack: Callable[..., Any]  # from arrays of these shapes to the packed matrix
+    exact: float = 1e-11  # float64 sums of some hundred terms of size one
+    # float32, relative to the largest entry of an inverse of condition about a hundred
+    single: float = 2e-4
+    locations: int = 1  # positions of the output, by which the block divides the damping
+    sides: Callable[..., Any] = lambda values: ()  # the averages of the factors
+    linear: bool = False  # whether the mean of two batches has the mean of their matrices
+    summed: bool = True  # whether sources add to the matrix
+    root: Callable[..., Any] | None = None  # of the damped matrix, if it is a certain one
 
 
 def observe(collection, grads_list, batches, *, damping=0.1, exps=(), decay=0.9, cholesky=False):

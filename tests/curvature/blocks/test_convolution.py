@@ -8,18 +8,9 @@ import pytest
 
 import kfac_engine as ke
 from tests.backend.truths import patches as truth_patches
-from tests.lifecycle import (
-    as_matrix,
-    assert_products,
-    damped_block,
-    observe,
-    plain_packing,
-    second_moment,
-)
+from tests.lifecycle import Block, damped_block, observe, plain_packing, second_moment
 
 EXACT = 1e-11  # float64 sums of some hundred terms of size one
-SINGLE = 2e-4  # float32, through an inverse whose condition number is about a hundred
-DAMPING = 0.3
 
 
 @dataclass(frozen=True)
@@ -113,7 +104,6 @@ CASES = {
     "3d": Case((3, 4, 3), (2, 1, 2), "SAME", strides=(1, 2, 1)),
     "3d-first": Case((3, 3, 3), (2, 2, 2), "VALID", first=True),
 }
-every_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 PARAMS = {True: ("w", "b"), False: "w"}
 FORMATS = {1: ("NCW", "OIW"), 2: ("NCHW", "OIHW"), 3: ("NCDHW", "OIDHW")}
 
@@ -149,29 +139,21 @@ def truth(case, values):
     return A, second_moment(ds.reshape(-1, case.outputs)), a.shape[1]
 
 
-@every_case
-@pytest.mark.parametrize(
-    ("dtype", "tolerance"), [(np.float64, EXACT), (np.float32, SINGLE)], ids=["double", "single"]
-)
-def test_a_block_is_locations_times_the_kronecker_product(case, dtype, tolerance):
-    values = case.batch(4, seed=1, dtype=dtype)
-    block = observe(registered(case), [["ds"]], [values], damping=DAMPING, exps=(-1,))
-    A, G, t = truth(case, values)
-    np.testing.assert_allclose(block.full_fisher_block(), t * np.kron(A, G), atol=tolerance)
-    inverse = as_matrix(block.multiply_inverse, case.shapes, case.pack, dtype)
-    expected = np.linalg.inv(damped_block(A, G, DAMPING, t))
-    np.testing.assert_allclose(inverse, expected, atol=tolerance * abs(expected).max())
-    assert block.damping == pytest.approx(DAMPING / t)
+def block_of(case):
+    def matrix(values):
+        A, G, t = truth(case, values)
+        return t * np.kron(A, G)
+
+    def damped(values, damping):
+        return damped_block(*truth(case, values)[:2], damping, prod(case.locations))
+
+    return Block(
+        case.batch, lambda towers: registered(case, towers=towers), matrix, damped, case.shapes,
+        case.pack, locations=prod(case.locations),
+    )  # fmt: skip
 
 
-@every_case
-def test_powers_and_roots_are_those_of_the_dense_matrix(case):
-    values = case.batch(3, seed=2)
-    block = observe(
-        registered(case), [["ds"]], [values], damping=DAMPING, exps=(-0.5, 0.3), cholesky=True
-    )
-    B = damped_block(*truth(case, values)[:2], DAMPING, prod(case.locations))
-    assert_products(block, B, case.shapes, case.pack, 1e-9, exps=(-0.5, 0.3))
+BLOCKS = {name: block_of(case) for name, case in CASES.items()}
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])

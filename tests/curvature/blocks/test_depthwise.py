@@ -1,12 +1,14 @@
 """Depthwise and separable convolutions against loops over channels."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 from scipy.linalg import block_diag
 
 import kfac_engine as ke
 from tests.backend.truths import patches as truth_patches
-from tests.lifecycle import as_matrix, damped_block, observe, second_moment
+from tests.lifecycle import Block, as_matrix, damped_block, observe, second_moment
 
 EXACT = 1e-11  # float64 sums of some hundred terms of size one
 DAMPING = 0.3
@@ -16,7 +18,7 @@ GRAPH = {"w": FILTER, "b": (CHANNELS * MULTIPLIER,)}
 SIDES, PADS = (4, 5), ((0, 1), (1, 1))  # "SAME" for this kernel and strides of one
 
 
-def batch(n=4, seed=0, first=False, dtype=np.float64):
+def batch(n=4, seed=0, dtype=np.float64, first=False):
     rng = np.random.default_rng(seed)
     x = rng.normal(size=(n, *SIDES, CHANNELS)) + 0.3
     ds = rng.normal(size=(n, *SIDES, CHANNELS * MULTIPLIER))
@@ -63,37 +65,35 @@ def kronecker(values, first=False):
 TRUTHS = {None: diagonal, "diagonal": diagonal, "kron": kronecker}
 
 
-@pytest.mark.parametrize("approx", TRUTHS)
-@pytest.mark.parametrize("first", [False, True], ids=["NHWC", "NCHW"])
-@pytest.mark.parametrize(
-    ("dtype", "tolerance"), [(np.float64, EXACT), (np.float32, 1e-5)], ids=["double", "single"]
-)
-def test_channels_are_convolutions_of_their_own(approx, first, dtype, tolerance):
-    collection = ke.LayerCollection(graph=GRAPH)
-    collection.register_depthwise_conv2d(
-        "w", "x", "s", (1, 1, 1, 1), "SAME", approx=approx, data_format="NCHW" if first else None
-    )
-    values = batch(first=first, dtype=dtype)
-    block = observe(collection, [["ds"]], [values])
-    expected = TRUTHS[approx](values, first)
-    atol = tolerance * expected.max()  # float32: sums of eighty terms
-    np.testing.assert_allclose(block.full_fisher_block(), expected, atol=atol)
-
-
-def test_inverses_are_those_of_the_dense_matrices():
-    values, t = batch(seed=1), int(np.prod(SIDES))
-    expected = {
-        "diagonal": diagonal(values) + DAMPING * np.eye(np.prod(FILTER)),
-        "kron": block_diag(*(damped_block(A, G, DAMPING, t) for A, G in pairs(values))),
-    }
-    for approx, matrix in expected.items():
+def block_of(approx, first):
+    def registered(towers):
         collection = ke.LayerCollection(graph=GRAPH)
-        collection.register_depthwise_conv2d("w", "x", "s", (1, 1, 1, 1), "SAME", approx=approx)
-        block = observe(collection, [["ds"]], [values], damping=DAMPING, exps=(-1,))
-        found = as_matrix(block.multiply_inverse, [FILTER], by_channel_packing)
-        np.testing.assert_allclose(found, np.linalg.inv(matrix), atol=1e-10)
-        found = as_matrix(block.multiply, [FILTER], by_channel_packing)
-        np.testing.assert_allclose(found, matrix, atol=EXACT * matrix.max())
+        for tower in range(towers):
+            names = [f"{name}{tower}" if towers > 1 else name for name in "xs"]
+            collection.register_depthwise_conv2d(
+                "w", *names, (1, 1, 1, 1), "SAME", approx=approx,
+                data_format="NCHW" if first else None,
+            )  # fmt: skip
+        return collection
+
+    def damped(values, damping):
+        if approx != "kron":
+            return diagonal(values, first) + damping * np.eye(np.prod(FILTER))
+        t = int(np.prod(SIDES))
+        return block_diag(*(damped_block(A, G, damping, t) for A, G in pairs(values, first)))
+
+    return Block(
+        partial(batch, first=first), registered, partial(TRUTHS[approx], first=first), damped,
+        [FILTER], by_channel_packing, single=1e-5, linear=approx != "kron",
+        locations=int(np.prod(SIDES)) if approx == "kron" else 1,
+    )  # fmt: skip
+
+
+BLOCKS = {
+    f"{approx} {'NCHW' if first else 'NHWC'}": block_of(approx, first)
+    for approx in TRUTHS
+    for first in (False, True)
+}
 
 
 @pytest.mark.parametrize("data_format", ["NHWC", "NCHW"])

@@ -1,5 +1,7 @@
 """EKFAC blocks against the dense Fisher matrix of per-example gradients and its eigenvectors."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 
@@ -8,10 +10,9 @@ from kfac_engine.curvature.factors.eigenbasis import begin_bases
 from kfac_engine.curvature.factors.readers import Readers, Update
 from tests import models, oracle
 from tests.backend.truths import patches as truth_patches
-from tests.lifecycle import as_matrix, assert_products, observe, plain_packing, power
+from tests.lifecycle import Block, observe, plain_packing, power
 
 EXACT = 1e-10  # float64, through an eigendecomposition of well separated eigenvalues
-SINGLE = 2e-4  # float32, likewise, relative to the largest entry
 DAMPING = 0.3
 D_IN, D_OUT, SIDE = 3, 2, 4
 KERNEL = (2, 2)
@@ -103,38 +104,27 @@ def diagonal_in(U, F):
     return U @ np.diag(np.diag(U.T @ F @ U)) @ U.T
 
 
-def shapes(case):
-    return [case[3]] + [(D_OUT,)] * (case[4] != "w")
+def block_of(case):
+    def batch(n, seed, dtype=np.float64):
+        return {name: value.astype(dtype) for name, value in case[1](n, seed).items()}
+
+    def matrix(values):
+        A, G, F = moments(case, values)
+        return diagonal_in(basis(A, G), F)
+
+    def damped(values, damping):
+        B = matrix(values)
+        return B + damping * np.eye(len(B))
+
+    return Block(
+        batch, partial(registered, case), matrix, damped,
+        [case[3]] + [(D_OUT,)] * (case[4] != "w"), plain_packing, exact=EXACT,
+        sides=lambda values: moments(case, values)[:2], summed=False,
+        root=lambda B: power(B, 0.5),
+    )  # fmt: skip
 
 
-@every_case
-@pytest.mark.parametrize(
-    ("dtype", "tolerance"), [(np.float64, EXACT), (np.float32, SINGLE)], ids=["double", "single"]
-)
-def test_the_block_is_the_fisher_matrix_made_diagonal_in_the_kronecker_basis(
-    case, dtype, tolerance
-):
-    values = {name: value.astype(dtype) for name, value in case[1](6, 1).items()}
-    block = observe(registered(case), [["ds"]], [values], damping=DAMPING)
-    A, G, F = moments(case, values)
-    B = diagonal_in(basis(A, G), F)
-    np.testing.assert_allclose(block.full_fisher_block(), B, atol=tolerance * abs(B).max())
-    inverse = as_matrix(block.multiply_inverse, shapes(case), plain_packing, dtype)
-    expected = np.linalg.inv(B + DAMPING * np.eye(len(B)))
-    np.testing.assert_allclose(inverse, expected, atol=tolerance * abs(expected).max())
-    for factor, side in zip(block.factors, (A, G), strict=False):
-        np.testing.assert_allclose(factor.get_cov(), side, atol=tolerance * abs(side).max())
-
-
-@every_case
-def test_powers_and_roots_are_those_of_the_dense_matrix(case):
-    values = case[1](6, 2)
-    block = observe(registered(case), [["ds"]], [values], damping=DAMPING, cholesky=True)
-    A, G, F = moments(case, values)
-    B = diagonal_in(basis(A, G), F) + DAMPING * np.eye(len(F))
-    assert_products(block, B, shapes(case), plain_packing, 10 * EXACT, exps=(-0.5, 0.3, 0.5))
-    root = as_matrix(block.multiply_cholesky, shapes(case), plain_packing)
-    np.testing.assert_allclose(root, power(B, 0.5), atol=EXACT * abs(B).max())
+BLOCKS = {name: block_of(case) for name, case in CASES.items()}
 
 
 @every_case

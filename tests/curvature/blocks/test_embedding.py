@@ -8,8 +8,8 @@ import pytest
 import kfac_engine as ke
 from tests import models
 from tests.lifecycle import (
+    Block,
     as_matrix,
-    assert_products,
     damped_block,
     observe,
     plain_packing,
@@ -17,7 +17,6 @@ from tests.lifecycle import (
 )
 
 EXACT = 1e-12  # float64 sums of some dozen terms of size one
-SINGLE = 1e-4  # float32, relative to the largest entry of an inverse of condition about a hundred
 DAMPING = 0.2
 VOCABULARY, WIDTH = 6, 3
 SHAPES = [(VOCABULARY, WIDTH)]
@@ -60,19 +59,37 @@ def truth(how, values):
     return A, second_moment(ds), len(ds) // len(values["ids"])
 
 
-@every_count
-@pytest.mark.parametrize("ids", [IDS, IDS[:, 0], IDS.astype(np.int32)], ids=["2d", "1d", "int32"])
-@pytest.mark.parametrize(
-    ("dtype", "tolerance"), [(np.float64, EXACT), (np.float32, SINGLE)], ids=["double", "single"]
-)
-def test_the_block_is_the_product_of_counts_and_gradients(how, ids, dtype, tolerance):
-    values = batch(ids, dtype=dtype, positions=how == "positions")
-    block = observe(registered(**HOW[how]), [["ds"]], [values], damping=DAMPING, exps=(-1,))
-    A, G, t = truth(how, values)
-    np.testing.assert_allclose(block.full_fisher_block(), t * np.kron(A, G), atol=tolerance)
-    inverse = as_matrix(block.multiply_inverse, SHAPES, plain_packing, dtype)
-    expected = np.linalg.inv(damped_block(A, G, DAMPING, t))
-    np.testing.assert_allclose(inverse, expected, atol=tolerance * abs(expected).max())
+IDS_OF = {"2d": IDS, "1d": IDS[:, 0], "int32": IDS.astype(np.int32)}
+
+
+def block_of(how, ids):
+    def of_size(n, seed, dtype=np.float64):
+        return batch(np.resize(ids, (n, *ids.shape[1:])), seed, dtype, how == "positions")
+
+    def in_towers(towers):
+        collection = ke.LayerCollection(graph=GRAPH)
+        for tower in range(towers):
+            names = [f"{name}{tower}" if towers > 1 else name for name in ("ids", "s")]
+            collection.register_embedding("w", *names, **HOW[how])
+        return collection
+
+    locations = ids.shape[1] if how == "positions" and ids.ndim == 2 else 1
+
+    def matrix(values):
+        A, G, t = truth(how, values)
+        return t * np.kron(A, G)
+
+    def damped(values, damping):
+        A, G, t = truth(how, values)
+        return damped_block(A, G, damping, t)
+
+    return Block(
+        of_size, in_towers, matrix, damped, SHAPES, plain_packing, exact=EXACT,
+        single=1e-4, locations=locations,
+    )  # fmt: skip
+
+
+BLOCKS = {f"{how} {name}": block_of(how, ids) for how in HOW for name, ids in IDS_OF.items()}
 
 
 @every_count
@@ -102,15 +119,6 @@ def test_rows_are_multiplied_as_the_dense_vector_they_stand_for(how):
             dense = np.zeros(SHAPES[0])
             np.add.at(dense, found.indices, found.values)
             np.testing.assert_allclose(dense, multiply(vector), atol=EXACT)
-
-
-def test_powers_and_roots_are_those_of_the_dense_matrix():
-    values = batch(IDS)
-    block = observe(
-        registered(), [["ds"]], [values], damping=DAMPING, exps=(-0.5, 0.3), cholesky=True
-    )
-    B = damped_block(*truth("once", values)[:2], DAMPING, 1)
-    assert_products(block, B, SHAPES, plain_packing, 1e-10, exps=(-0.5, 0.3))
 
 
 # All uses in one tensor or listed, for identifiers and for gradients.

@@ -1,6 +1,7 @@
 """Convolutions in groups against each group taken as a convolution of its own."""
 
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import pytest
@@ -9,10 +10,8 @@ from scipy.linalg import block_diag
 import kfac_engine as ke
 from kfac_engine.layers.grouped import grouped_form
 from tests.backend.truths import patches as truth_patches
-from tests.lifecycle import as_matrix, assert_products, damped_block, observe, second_moment
+from tests.lifecycle import Block, damped_block, observe, second_moment
 
-EXACT = 1e-11  # float64 sums of some hundred terms of size one
-SINGLE = 2e-4  # float32, relative to the largest entry of an inverse of condition about a hundred
 DAMPING = 0.3
 
 
@@ -93,7 +92,6 @@ CASES = {
     "one-group": Case((3, 3), (2, 2), 1, 2, 2),
     "depthwise": Case((4, 4), (2, 2), 4, 1, 1, first=True),
 }
-every_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 FORMATS = {1: ("NCW", "OIW"), 2: ("NCHW", "OIHW"), 3: ("NCDHW", "OIDHW")}
 PARAMS = {True: ("w", "b"), False: "w"}
 
@@ -134,9 +132,9 @@ def kronecker(case, values):
     return block_diag(*(t * np.kron(A, G) for A, G in pairs))
 
 
-def damped(case, values):
+def damped(case, values, damping):
     pairs, t = factors(case, values)
-    return block_diag(*(damped_block(A, G, DAMPING, t) for A, G in pairs))
+    return block_diag(*(damped_block(A, G, damping, t) for A, G in pairs))
 
 
 def squares(case, values):
@@ -149,71 +147,28 @@ def squares(case, values):
     return np.diag(np.array(found).ravel())
 
 
-def matrix(product, case, dtype=np.float64):
-    return as_matrix(product, case.shapes, case.pack, dtype)
+def block_of(case, approx, truth):
+    def damped_squares(values, damping):
+        D = squares(case, values)
+        return D + damping * np.eye(len(D))
+
+    def sides(values):
+        return [block_diag(*side) for side in zip(*factors(case, values)[0], strict=True)]
+
+    linear = {} if approx == "kron" else {"linear": True}
+    kron = {"locations": int(np.prod(case.locations)), "sides": sides} if not linear else {}
+    return Block(
+        case.batch, partial(registered, case, approx), partial(truth, case),
+        damped_squares if linear else partial(damped, case), case.shapes, case.pack,
+        **linear, **kron,
+    )  # fmt: skip
 
 
-@every_case
-@pytest.mark.parametrize(
-    ("dtype", "tolerance"), [(np.float64, EXACT), (np.float32, SINGLE)], ids=["double", "single"]
-)
-def test_each_group_has_a_kronecker_pair(case, dtype, tolerance):
-    values = case.batch(4, 1, dtype)
-    block = observe(registered(case), [["ds"]], [values], damping=DAMPING, exps=(-1,))
-    F = kronecker(case, values)
-    np.testing.assert_allclose(block.full_fisher_block(), F, atol=tolerance * abs(F).max())
-    inverse = matrix(block.multiply_inverse, case, dtype)
-    expected = np.linalg.inv(damped(case, values))
-    np.testing.assert_allclose(inverse, expected, atol=tolerance * abs(expected).max())
-    for factor, side in zip(
-        block.factors, zip(*factors(case, values)[0], strict=True), strict=True
-    ):
-        np.testing.assert_allclose(factor.get_cov(), block_diag(*side), atol=tolerance)
-
-
-@every_case
-def test_powers_and_roots_are_those_of_the_dense_matrix(case):
-    values = case.batch(3, 2)
-    block = observe(
-        registered(case), [["ds"]], [values], damping=DAMPING, exps=(-0.5, 0.3), cholesky=True
-    )
-    B = damped(case, values)
-    assert_products(block, B, case.shapes, case.pack, 1e-9, exps=(-0.5, 0.3))
-
-
-@every_case
-def test_the_diagonal_is_the_mean_of_squared_gradients(case):
-    batches = [case.batch(3, seed) for seed in (3, 4)]
-    block = observe(
-        registered(case, "diagonal"), [["ds"]], batches, damping=DAMPING, exps=(-1,), decay=1.0
-    )
-    D = sum(squares(case, values) for values in batches) / 2
-    np.testing.assert_allclose(block.full_fisher_block(), D, atol=EXACT * D.max())
-    expected = np.diag(1 / (np.diag(D) + DAMPING))
-    np.testing.assert_allclose(matrix(block.multiply_inverse, case), expected, atol=EXACT)
-
-
-@every_case
-@pytest.mark.parametrize(("approx", "truth"), [("kron", kronecker), ("diagonal", squares)])
-def test_two_towers_are_one_of_both(case, approx, truth):
-    whole = case.batch(4, 5)
-    values = {f"{k}{i}": v[2 * i : 2 * i + 2] for i in range(2) for k, v in whole.items()}
-    block = observe(registered(case, approx, towers=2), [["ds0", "ds1"]], [values])
-    expected = truth(case, whole)
-    np.testing.assert_allclose(block.full_fisher_block(), expected, atol=EXACT * expected.max())
-
-
-def test_sources_and_pieces_of_a_batch_add_up(monkeypatch):
-    case = CASES["2d"]
-    values = case.batch(5, 6)
-    values["e"] = case.batch(5, 7)["ds"]
-    collection = registered(case)
-    monkeypatch.setattr(collection.backend, "scratch_bytes", 1)  # one example at a time
-    block = observe(collection, [["ds"], ["e"]], [values])
-    one, two = (factors(case, values | {"ds": values[name]})[0] for name in ("ds", "e"))
-    t = int(np.prod(case.locations))
-    expected = block_diag(*(t * np.kron(A, G + H) for (A, G), (_, H) in zip(one, two, strict=True)))
-    np.testing.assert_allclose(block.full_fisher_block(), expected, atol=EXACT * expected.max())
+BLOCKS = {
+    f"{name} {approx}": block_of(case, approx, truth)
+    for name, case in CASES.items()
+    for approx, truth in (("kron", kronecker), ("diagonal", squares))
+}
 
 
 def test_damping_is_split_in_each_group_or_evenly():

@@ -1,22 +1,15 @@
 """KFAC-reduce against reduced rows written out, and where it is exact."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 
 import kfac_engine as ke
 from tests.backend.truths import patches as truth_patches
-from tests.lifecycle import (
-    as_matrix,
-    assert_products,
-    damped_block,
-    observe,
-    plain_packing,
-    second_moment,
-)
+from tests.lifecycle import Block, damped_block, observe, plain_packing, second_moment
 
 EXACT = 1e-11  # float64 sums of some hundred terms of size one
-SINGLE = 2e-4  # float32, relative to the largest entry of an inverse of condition about a hundred
-DAMPING = 0.3
 D_IN, D_OUT, T = 3, 2, 4
 KERNEL, SIDE = (2, 2), 4
 
@@ -51,7 +44,6 @@ CASES = {
     "no-positions": (plain, (D_IN, D_OUT), ("w", "b")),
     "convolution": (images, (*KERNEL, D_IN, D_OUT), ("w", "b")),
 }
-every_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 
 
 def registered(case, towers=1, approx="kron_reduce"):
@@ -73,55 +65,18 @@ def truth(case, values):
     return second_moment(means, case[2] != "w"), second_moment([sum(rows) for rows in ds])
 
 
-def shapes(case):
-    return [case[1]] + [(D_OUT,)] * (case[2] != "w")
+def block_of(case):
+    def batch(n, seed, dtype=np.float64):
+        return {name: value.astype(dtype) for name, value in case[0](n, seed).items()}
+
+    return Block(
+        batch, partial(registered, case), lambda values: np.kron(*truth(case, values)),
+        lambda values, damping: damped_block(*truth(case, values), damping, 1),
+        [case[1]] + [(D_OUT,)] * (case[2] != "w"), plain_packing,
+    )  # fmt: skip
 
 
-@every_case
-@pytest.mark.parametrize(
-    ("dtype", "tolerance"), [(np.float64, EXACT), (np.float32, SINGLE)], ids=["double", "single"]
-)
-def test_the_block_has_mean_inputs_and_summed_gradients(case, dtype, tolerance):
-    values = {name: value.astype(dtype) for name, value in case[0](5, 1).items()}
-    block = observe(registered(case), [["ds"]], [values], damping=DAMPING, exps=(-1,))
-    A, G = truth(case, values)
-    F = np.kron(A, G)
-    np.testing.assert_allclose(block.full_fisher_block(), F, atol=tolerance * abs(F).max())
-    inverse = as_matrix(block.multiply_inverse, shapes(case), plain_packing, dtype)
-    expected = np.linalg.inv(damped_block(A, G, DAMPING, 1))
-    np.testing.assert_allclose(inverse, expected, atol=tolerance * abs(expected).max())
-    assert block.damping == DAMPING
-
-
-@every_case
-def test_powers_and_roots_are_those_of_the_dense_matrix(case):
-    values = case[0](5, 2)
-    block = observe(
-        registered(case), [["ds"]], [values], damping=DAMPING, exps=(-0.5,), cholesky=True
-    )
-    B = damped_block(*truth(case, values), DAMPING, 1)
-    assert_products(block, B, shapes(case), plain_packing, 1e-9, exps=(-0.5,))
-
-
-@every_case
-def test_two_towers_are_one_of_both(case):
-    whole = case[0](6, 3)
-    values = {f"{k}{i}": v[3 * i : 3 * i + 3] for i in range(2) for k, v in whole.items()}
-    block = observe(registered(case, towers=2), [["ds0", "ds1"]], [values])
-    F = np.kron(*truth(case, whole))
-    np.testing.assert_allclose(block.full_fisher_block(), F, atol=EXACT * abs(F).max())
-
-
-@every_case
-def test_sources_and_pieces_of_a_batch_add_up(case, monkeypatch):
-    values = case[0](5, 4)
-    values["e"] = case[0](5, 5)["ds"]
-    collection = registered(case)
-    monkeypatch.setattr(collection.backend, "scratch_bytes", 1)  # one example at a time
-    block = observe(collection, [["ds"], ["e"]], [values])
-    A, G = truth(case, values)
-    F = np.kron(A, G + truth(case, values | {"ds": values["e"]})[1])
-    np.testing.assert_allclose(block.full_fisher_block(), F, atol=EXACT * abs(F).max())
+BLOCKS = {name: block_of(case) for name, case in CASES.items()}
 
 
 def fisher(values):

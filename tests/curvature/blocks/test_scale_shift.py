@@ -1,5 +1,6 @@
 """Scale-and-shift blocks against per-example gradients written out entry by entry."""
 
+from functools import partial
 from itertools import product
 
 import numpy as np
@@ -7,7 +8,7 @@ import pytest
 
 import kfac_engine as ke
 from kfac_engine.layers.layer_forms import BroadcastShape, ScaleShiftForm
-from tests.lifecycle import as_matrix, assert_products, observe
+from tests.lifecycle import Block, observe
 
 EXACT = 1e-12  # float64 sums of some dozen terms of size one
 SINGLE = 1e-4  # float32, relative to the largest entry of an inverse of condition about ten
@@ -80,61 +81,25 @@ def registered(case, approx, towers=1):
     return collection
 
 
-def shapes_of(case):
-    return [shape for shape in case[1:3] if shape is not None]
+def block_of(case, approx):
+    def damped(values, damping):
+        F = fisher(case, values, approx)
+        return F + damping * np.eye(len(F))
+
+    return Block(
+        partial(batch, case[0]), partial(registered, case, approx),
+        partial(fisher, case, approx=approx), damped,
+        [shape for shape in case[1:3] if shape is not None],
+        lambda parts: np.concatenate([part.ravel() for part in parts]),
+        exact=EXACT, single=SINGLE, linear=True, root=np.linalg.cholesky,
+    )  # fmt: skip
 
 
-def flat(parts):
-    return np.concatenate([part.ravel() for part in parts])
-
-
-@every_case
-@every_approximation
-@pytest.mark.parametrize(
-    ("dtype", "tolerance"), [(np.float64, EXACT), (np.float32, SINGLE)], ids=["double", "single"]
-)
-def test_the_block_is_the_moment_of_per_example_gradients(case, approx, dtype, tolerance):
-    batches = [batch(case[0], 5, seed, dtype) for seed in (1, 2)]
-    block = observe(
-        registered(case, approx), [["ds"]], batches, damping=DAMPING, exps=(-1,), decay=1
-    )
-    F = sum(fisher(case, values, approx) for values in batches) / 2
-    np.testing.assert_allclose(block.full_fisher_block(), F, atol=tolerance * abs(F).max())
-    inverse = as_matrix(block.multiply_inverse, shapes_of(case), flat, dtype)
-    expected = np.linalg.inv(F + DAMPING * np.eye(len(F)))
-    np.testing.assert_allclose(inverse, expected, atol=tolerance * abs(expected).max())
-
-
-@every_case
-@every_approximation
-def test_powers_and_roots_are_those_of_the_damped_matrix(case, approx):
-    values = batch(case[0], 4, 3)
-    block = observe(
-        registered(case, approx),
-        [["ds"]],
-        [values],
-        damping=DAMPING,
-        exps=(-0.5, 0.3),
-        cholesky=True,
-    )
-    F = fisher(case, values, approx)
-    F += DAMPING * np.eye(len(F))
-    assert_products(block, F, shapes_of(case), flat, 1e-10, exps=(-0.5, 0.3))
-    root = as_matrix(block.multiply_cholesky, shapes_of(case), flat)
-    np.testing.assert_allclose(root, np.linalg.cholesky(F), atol=1e-10)
-
-
-@every_approximation
-def test_two_towers_are_one_of_both_and_sources_add_up(approx):
-    case = CASES["positions"]
-    whole, other = batch(case[0], 6, 4), batch(case[0], 6, 5)
-    values = {f"{k}{i}": v[3 * i : 3 * i + 3] for i in range(2) for k, v in whole.items()}
-    values |= {f"e{i}": other["ds"][3 * i : 3 * i + 3] for i in range(2)}
-    block = observe(registered(case, approx, towers=2), [["ds0", "ds1"], ["e0", "e1"]], [values])
-    expected = fisher(case, whole, approx) + fisher(case, whole | {"ds": other["ds"]}, approx)
-    np.testing.assert_allclose(block.full_fisher_block(), expected, atol=EXACT)
-    assert block.num_registered_towers == 2
-    assert block.tensors_to_compute_grads() == ("s0", "s1")
+BLOCKS = {
+    f"{name} {approx}": block_of(case, approx)
+    for name, case in CASES.items()
+    for approx in ("full", "diagonal")
+}
 
 
 def test_the_scaled_data_may_be_broadcast_itself():
