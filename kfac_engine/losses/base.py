@@ -292,22 +292,26 @@ class LossFunction(ABC):
         squares = (times(column * column, weights) for column in columns)
         return sum(float(array.sum(dtype=np.float64)) for array in squares)
 
-    def target_sums(self, observed: Observed, centre: Any = 0.0) -> tuple[Any, ...]:
-        """Return the sums from which the spread of the targets of a batch follows.
+    def target_sums(
+        self, observed: Observed, gradients: Values, centre: Any = 0.0
+    ) -> tuple[Any, ...]:
+        """Return the sums from which the spreads of the targets and errors of a batch follow.
 
         The sums of the parts of a batch add up to those of the batch.
 
         Args:
             observed: Result of ``observe``.
+            gradients: Gradients of the loss, times the weights of the targets.
             centre: Result of ``target_centre`` for the whole batch; zero if it is not known.
 
         Returns:
             Nothing, unless predictions have the unit of their targets. Otherwise with weights w of
             the targets: the sum of ``w g²`` if all predictions are off by 1, where g is the
-            gradient of the loss, and for each feature the sums of w, ``w g`` and ``w g²`` for
-            gradients g, without their sign, at the prediction ``centre``.
+            gradient of the loss; for each feature the sums of w, ``w g`` and ``w g²`` for gradients
+            g, without their sign, at the prediction ``centre``; and those of the ``gradients`` and
+            of the targets, times w and divided by the variance.
         """
-        del observed, centre
+        del observed, gradients, centre
         return ()
 
     def target_centre(self, observed: Observed) -> Any:

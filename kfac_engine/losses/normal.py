@@ -96,12 +96,16 @@ class NormalMeanNegativeLogProbLoss(LocationLoss):
     def information(self, values: Values) -> dict[str, Array]:
         return self._constant(values, 1 / self.var)
 
-    def target_sums(self, observed: Observed, centre: Any = 0.0) -> tuple[Any, ...]:
+    def target_sums(
+        self, observed: Observed, gradients: Values, centre: Any = 0.0
+    ) -> tuple[Any, ...]:
         g, over = self._by_feature(observed)
         g = g - centre
         powers = (times(x, observed.weights) for x in (array_module(g).ones_like(g), g, g * g))
         sums = [power.sum(axis=over).reshape(-1) for power in powers]
-        return (sums[0].sum() / self.var**2, *sums)
+        of_errors = gradients[self.mean].sum(axis=over, dtype=np.float64).reshape(-1)
+        of_targets = sums[1] + sums[0] * np.reshape(centre, -1)
+        return (sums[0].sum() / self.var**2, *sums, of_errors, of_targets)
 
     def target_centre(self, observed: Observed) -> Any:
         g, over = self._by_feature(observed)

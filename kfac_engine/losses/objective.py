@@ -24,7 +24,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import sqrt
 from numbers import Real
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -95,6 +95,17 @@ class Observation:
         return self.within(self.whole.positive())
 
 
+class Misfit(NamedTuple):
+    """How the errors of predictions compare with the deviations of the targets from their mean."""
+
+    # Root of the mean square of the deviations of the errors from their mean, divided by that of
+    # the targets; each feature has means of its own. 0 for equal targets.
+    spread: Any
+    offset: Any  # the same for the means of the errors
+    means: Any  # mean error of each feature, ``(features,)``
+    centre: Any  # mean target of each feature, ``(features,)``
+
+
 @dataclass(slots=True)
 class Residuals:
     """How far the predictions of a batch are from their targets.
@@ -122,7 +133,7 @@ class Residuals:
             if weights is not None and weights.dtype.kind != "b":
                 squares = wide / array_module(wide).where(weights > 0, weights, 1) * wide
             observed = observed + squares.sum(dtype=np.float64)
-        sums = loss.target_sums(seen, *self.centres[number : number + 1])
+        sums = loss.target_sums(seen, gradients, *self.centres[number : number + 1])
         new = (observed, loss.expected_squares(values, weights), *sums)
         old = self.sums.get(key)
         self.sums[key] = (
@@ -141,9 +152,12 @@ class Residuals:
     def noise(self) -> Any:
         """Return the sum of squares of squared errors, divided by the one their loss expects.
 
-        It is 1 without a loss whose predictions have the unit of their targets.
+        Errors larger than those of the mean target are no noise: they count as the latter. The
+        noise is 1 without a loss whose predictions have the unit of their targets.
         """
-        pairs = [sums[:2] for sums in self.sums.values() if len(sums) > 2]
+        pairs = [
+            (np.minimum(*_squares(sums)), sums[1]) for sums in self.sums.values() if len(sums) > 2
+        ]
         observed, expected = map(sum, zip(*pairs, strict=True)) if pairs else (1.0, 1.0)
         return observed / (expected + (expected == 0))
 
@@ -159,6 +173,10 @@ class Residuals:
             if len(sums) > 2 and (is_recorded(sums[2]) or sums[2] > 0)
         }
 
+    def misfits(self) -> dict[str, "Misfit"]:
+        """Return how far predictions are from the unit of their targets, by loss as ``spreads``."""
+        return {name: _misfit(sums) for (_, name), sums in self.sums.items() if len(sums) > 2}
+
 
 # Square of the deviations of equal targets, relative to the square of the targets: rounding.
 _EQUAL = 1e-12
@@ -169,9 +187,32 @@ def _squares(sums: tuple[Any, ...]) -> tuple[Any, Any]:
     observed, expected, *of_targets = sums
     if not of_targets:
         return observed, expected
-    _, weight, first, second = of_targets
+    _, *of_targets = of_targets
+    deviations, differ = _deviations(of_targets)
+    return observed, np.where(differ, deviations, expected)
+
+
+def _deviations(of_targets: Sequence[Any]) -> tuple[Any, Any]:
+    """Return the squared deviations from the mean of the targets, and whether targets differ."""
+    weight, first, second, *_ = of_targets
     deviations = np.maximum(second - first * first / np.where(weight > 0, weight, 1), 0).sum()
-    return observed, np.where(deviations > _EQUAL * second.sum(), deviations, expected)
+    return deviations, deviations > _EQUAL * second.sum()
+
+
+def _misfit(sums: tuple[Any, ...]) -> Misfit:
+    observed, _, unit, *of_targets = sums
+    deviations, differ = _deviations(of_targets)
+    weight, *_, errors, targets = of_targets
+    weight = np.where(weight > 0, weight, 1)
+    means = errors / weight
+    of_means = (means * errors).sum()
+    spread, offset = (
+        np.where(differ, np.maximum(squares, 0.0) / np.where(differ, deviations, 1.0), 0.0) ** 0.5
+        for squares in (observed - of_means, of_means)
+    )
+    # The unit is the sum of the weights divided by the squared variance of the loss.
+    variance = (of_targets[0].sum() / np.where(unit > 0, unit, 1.0)) ** 0.5
+    return Misfit(spread, offset, means * variance, targets / weight * variance)
 
 
 def _added(one: Any, other: Any) -> Any:

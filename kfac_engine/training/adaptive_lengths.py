@@ -8,7 +8,7 @@ was short.
 from collections import ChainMap
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import partial, reduce
 from math import inf, log, sqrt
 from typing import Any, NamedTuple
 
@@ -30,7 +30,13 @@ from kfac_engine.training.feature_bounds import (
     feature_bounds,
 )
 from kfac_engine.training.gradient_weight import GradientWeight
-from kfac_engine.training.kfac_updates import Move, StepInputs, natural_gradients, quadratic_change
+from kfac_engine.training.kfac_updates import (
+    Correction,
+    Move,
+    StepInputs,
+    natural_gradients,
+    quadratic_change,
+)
 from kfac_engine.training.optimizer import Rate, SlotArrays, evaluated_rate
 from kfac_engine.training.rules import (
     POLYNOMIAL,
@@ -76,6 +82,9 @@ _CUT, _FAR = 1.0, 3.0
 # Operators that may be between the matrices of a product of low rank.
 _SCALES = RELAYS | {"Mul", "Div"}
 
+# Spread of targets below which the lengths of their predictions are ten times as long.
+_SMALL = 0.1
+
 # The lengths of adapters are multiplied by this number: the model around them is trained.
 _OF_ADAPTERS = 2 / 3
 
@@ -114,7 +123,8 @@ class Turn(NamedTuple):
 
     last: Products  # inner products of the gradient with the last directions
     part: Any  # part of the last updates that the step takes back
-    back: Any  # whether the step goes back: False, True or recorded
+    far: Any  # whether the step goes back: False, True or recorded
+    back: Any  # whether it goes back, or corrects predictions
     onward: Any  # the contrary
     weight: Any  # what multiplies the gradient; 0 in a step back
     squares: Products  # squares of the gradient that is multiplied
@@ -193,8 +203,9 @@ class AdaptiveLengthUpdate:
 
     Predictions of means have the unit of their targets. If the outputs of a layer are such
     predictions, the length of its matrix is multiplied by ``u / max(1, v)``, and the rate of its
-    bias by u. u is the spread of the targets (``Residuals``), at least 1, and v the root of the
-    mean square of the inputs of the layer.
+    bias by u. u is the spread of the targets (``Residuals``), 1 if that lies between 0.1 and 1, ten
+    times the spread below, and v the root of the mean square of the inputs of the layer. A first
+    step may correct these layers in place of an update (``Correction``).
 
     A matrix is the matrix of a layer, whatever its layout in the file: see ``Piece.matrices``. Each
     group of a convolution, each expert of a stack and each part of the outputs that the graph reads
@@ -227,6 +238,8 @@ class AdaptiveLengthUpdate:
     repeats: Mapping[str, float] = field(default_factory=dict)
     # The input of the loss that a layer computes, by its weight or bias.
     predictions: Mapping[str, str] = field(default_factory=dict)
+    # Biases of these layers, with an entry for each feature of the loss.
+    shifted: Collection[str] = ()
     # Returns the mean square of the inputs of a block.
     moment: Callable[[FisherBlock], Any] = input_moment
     # Bounds of the directions along single features.
@@ -293,14 +306,31 @@ class AdaptiveLengthUpdate:
         of_weights = {name: gradients[name] for name in directions}
         last, squares = self._products(step, (of_weights, directions), (of_weights, of_weights))
         part = self._part_back(step, last)
-        back: Any = part > 0 if is_recorded(part) else bool(part)
+        far: Any = part > 0 if is_recorded(part) else bool(part)
+        back = self._pauses(step, far)
         onward = np.logical_not(back) if is_recorded(back) else not back
         weight = self.weight.of_step(step.slots, step.new_slots, squares, step.step, back)
         last, squares = (
             {names: factor * numbers for names, numbers in products.items()}
             for factor, products in ((weight, last), (weight**2, squares))
         )
-        return Turn(last, part, back, onward, weight, squares)
+        return Turn(last, part, far, back, onward, weight, squares)
+
+    def _pauses(self, step: StepInputs, far: Any) -> Any:
+        """Return whether a step has no gradient: it goes back, or corrects predictions."""
+        due = [far, *(correction.due for correction in self._corrections(step).values())]
+        if any(map(is_recorded, due)):
+            return reduce(np.logical_or, due)
+        return any(due)
+
+    def _corrections(self, step: StepInputs) -> dict[str, Correction]:
+        """Return the corrections of a step by the weight or bias that they change."""
+        pairs = ((name, step.corrections.get(loss)) for name, loss in self.predictions.items())
+        return {
+            name: c
+            for name, c in pairs
+            if c is not None and (name in self.units.weights or name in self.shifted)
+        }
 
     def _descend(self, step: StepInputs, turn: Turn) -> Descent:
         """Average the gradients, and return the directions of the weights."""
@@ -346,7 +376,20 @@ class AdaptiveLengthUpdate:
             self._by_adam(names, value, mean, joined(parameters, names), step)
             if len(names) > 1:
                 gradients |= separated(value, {name: gradients[name] for name in names})
-        return self.units.join(gradients, step.parameters)
+        return self._shifted(self.units.join(gradients, step.parameters), step)
+
+    def _shifted(self, values: dict[str, Array], step: StepInputs) -> dict[str, Array]:
+        """Return new parameters with the corrected biases of predictions."""
+        for name, correction in self._corrections(step).items():
+            if name not in self.units.weights:
+                value, xp = values[name], array_module(values[name])
+                shift = xp.asarray(correction.shift, value.dtype).reshape(value.shape)
+                replaced = correction.replaces
+                if is_recorded(replaced):
+                    values[name] = np.where(replaced, shift, value + shift)
+                else:
+                    values[name] = shift if replaced else value + shift
+        return values
 
     def _average(
         self, step: StepInputs, joint: Mapping[tuple[str, ...], Array], of_weights: Any
@@ -586,7 +629,7 @@ class AdaptiveLengthUpdate:
     def _unit(self, name: str, step: StepInputs) -> Any:
         """Return the unit of the outputs of a layer, of its weight or bias."""
         spread = step.spreads.get(self.predictions.get(name, ""))
-        return 1.0 if spread is None else np.maximum(spread, 1.0)
+        return 1.0 if spread is None else np.maximum(spread, np.minimum(spread / _SMALL, 1.0))
 
     def _write_step_sizes(
         self, step: StepInputs, products: Sequence[Products], turn: Turn, due: Mapping[str, Any]
@@ -597,7 +640,7 @@ class AdaptiveLengthUpdate:
         for names in self.together.lengths:
             slope, log_length = block_of(old["slope"], names), block_of(old["log_length"], names)
             logs = block_of(new["log_length"], names)
-            logs[...] = _next_logs(log_length, slope, last[names], step.scale, turn.back)
+            logs[...] = _next_logs(log_length, slope, last[names], step.scale, turn.far)
             norms = squares[names] ** 0.5
             scaled = self._rates(names, step) * np.exp(logs) / (norms + (norms == 0))
             block_of(new["step_size"], names)[...] = _where(turn.back, 0.0, scaled)
@@ -651,16 +694,18 @@ class AdaptiveLengthUpdate:
     ) -> None:
         """Write the new values of the weights in place of their gradients ``values``."""
         shrunk = 1 - step.rate * step.decay * self.weight_decay
+        corrections = self._corrections(step)
         moves: list[tuple[Array, Any, Array, Any, Array]] = []
         for name, weight in self.units.weights.items():
             size, direction = sizes[name], natural[name]
+            multiple = shrunk * corrections[name].weights if name in corrections else shrunk
             if size.ndim == 0:  # one matrix
                 factor = -size.item()
             else:
                 scales = array_module(direction).asarray(size, direction.dtype)[:, None, None]
                 direction = weight.array(scales * weight.matrices(direction), direction)
                 factor = -1.0
-            moves.append((values[name], factor, direction, shrunk, parameters[name]))
+            moves.append((values[name], factor, direction, multiple, parameters[name]))
         combine_all(moves, self._many([*natural.values()]) if moves else None)
 
 
@@ -741,6 +786,7 @@ def adaptive_lengths(
         for name, block in blocks.items()
     }
     by_adam = {name: value for name, value in values.items() if name not in units.weights}
+    predictions = _predictions(engine)
     numbers = _groups(engine, units)
     span = AverageSpan(AVERAGE) if momentum is None and roots else None
     momentum = AVERAGE if momentum is None else momentum
@@ -766,13 +812,14 @@ def adaptive_lengths(
         AdaptiveMoments(momentum, _BETA2, _EPSILON),
         adam_rate,
         weight_decay,
-        predictions=_predictions(engine, units),
+        predictions=predictions,
+        shifted=_biases(engine, predictions),
         features=feature_bounds(engine, units.weights, blocks, values),
         span=span,
     )
 
 
-def _predictions(engine: Engine, units: Units) -> dict[str, str]:
+def _predictions(engine: Engine) -> dict[str, str]:
     """Return the input of a loss that the layer of each weight and bias computes."""
     inputs = set(engine.objective.inputs)
     return {
@@ -782,6 +829,17 @@ def _predictions(engine: Engine, units: Units) -> dict[str, str]:
         if output in inputs
         for name in layer.parameters
         if name in engine.parameters and engine.parameters[name].size
+    }
+
+
+def _biases(engine: Engine, predictions: Collection[str]) -> set[str]:
+    """Return the biases of fully connected layers that compute predictions."""
+    return {
+        bias
+        for layer in engine.layers
+        if layer.kind == "fully_connected"
+        for bias in layer.parameters[1:]
+        if bias in predictions
     }
 
 

@@ -70,7 +70,8 @@ class ShrinkageByEvidence:
         α = (q / N) T γ / ‖W‖²        γ = Σ h / (h + α)
 
     γ is the number of parameters that the examples determine. T is the noise: for squared errors
-    their mean relative to the variance of the loss, and 1 for classes. In a network that has fitted
+    their mean, at most that of the mean target, relative to the variance of the loss, and 1 for
+    classes. In a network that has fitted
     noise, the product of a weight and its gradient on new examples is larger than on the examples
     of the training, by about T γ / N. The term adds as much. r is the residual
     (``Residuals.size``), an average over about twenty steps. It weakens the term where little noise

@@ -9,7 +9,7 @@ import numpy as np
 
 from kfac_engine._types import Array
 from kfac_engine.arguments import check_at_least_zero, check_int, check_positive
-from kfac_engine.backend.namespace import recordable
+from kfac_engine.backend.namespace import is_recorded, recordable
 from kfac_engine.curvature.blocks.base import FisherBlock
 from kfac_engine.curvature.config import RelativeDamping
 from kfac_engine.curvature.schedule import Schedule
@@ -38,6 +38,7 @@ from kfac_engine.training.damping_adaptation import DampingAdaptation
 from kfac_engine.training.evidence import Evidence, ShrinkageByEvidence, shrinkage_by_evidence
 from kfac_engine.training.gauss_newton import FOLLOWS, MOMENTUM, GaussNewtonUpdate
 from kfac_engine.training.kfac_updates import (
+    Correction,
     Move,
     RatedUpdate,
     StepInputs,
@@ -88,6 +89,9 @@ _MOMENTUM = 0.9
 _FEW, _MOST_DECAY = 6000.0, 20.0
 # Part of the residuals to expect, below which the updates of "auto" become shorter.
 _SMALL_RESIDUALS = 0.1
+# The first step corrects predictions if the spread of their errors, or their mean error, is more
+# than so many times the spread of the targets.
+_MISFIT = 2.0
 # Number of independent batches that an average of gradients holds, about (1 + μ) / (1 − μ), and the
 # largest factor of the lengths where epochs are shorter.
 _AVERAGED, _LONGEST = 12.0, 2.0
@@ -361,6 +365,7 @@ class KfacOptimizer(Optimizer):
             clock=clock,
             decay=self._shrinkage.kept_decay(basis.seen) * _left(_decay(scarcity), size),
             spreads={} if residuals is None else residuals.spreads(),
+            corrections={} if residuals is None else _corrections(residuals, self.steps, scale),
             features=powers if powers is None else self.engine.collection.backend.to_numpy(powers),
         )
 
@@ -454,6 +459,7 @@ class KfacOptimizer(Optimizer):
             clock=StageClock(),
             decay=_left(decay, size),
             spreads=residuals.spreads(),
+            corrections=_corrections(residuals, steps, scale),
             features=recorded.features,
         )
         return self.recorded(recorded.repeats).moved(step, recorded.precondition, recorded.moment)
@@ -730,6 +736,27 @@ def _left(decay: Any, size: Any) -> Any:
 def _signal(size: Any) -> Any:
     """Return the factor of the lengths by the size of the residuals, if they depend on it."""
     return 1.0 if size is None else np.minimum(size / _SMALL_RESIDUALS, 1.0)
+
+
+def _corrections(residuals: Residuals, step: Any, scale: Any) -> dict[str, Correction]:
+    """Return the corrections of predictions that are far from the unit of their targets.
+
+    ``step`` is the number of steps so far, and ``scale`` that of the updates; they may be recorded.
+    """
+    recorded = is_recorded(step)
+    if not recorded and (step or not scale):
+        return {}
+    first, corrections = np.logical_and(step == 0, scale > 0), {}
+    for name, (spread, offset, means, centre) in residuals.misfits().items():
+        large = np.logical_and(first, spread > _MISFIT)
+        due = np.logical_and(first, np.maximum(spread, offset) > _MISFIT)
+        factor = np.where(large, 1 / np.maximum(spread, 1.0), 1.0)
+        shift = np.where(large, centre, np.where(due, -means, 0.0))
+        if recorded:
+            corrections[name] = Correction(factor, large, shift, due)
+        elif due:
+            corrections[name] = Correction(float(factor), bool(large), shift, due=True)
+    return corrections
 
 
 def _least(value: Any, bound: float) -> Any:

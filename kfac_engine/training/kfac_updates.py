@@ -13,6 +13,21 @@ from kfac_engine.training.optimizer import SlotArrays
 from kfac_engine.training.vectors import Vector, Zeros, combine, dot
 
 
+class Correction(NamedTuple):
+    """Brings predictions of a new network, or of another unit, to the unit of their targets.
+
+    It changes the layers whose outputs are the predictions of a loss, in place of a step. If the
+    errors spread ρ > 2 times as far as the targets, about their means, the weights are divided by
+    ρ, and the bias becomes the mean of the targets. If only the mean error is larger than twice the
+    spread of the targets, it is subtracted from the bias.
+    """
+
+    weights: Any  # what weights are multiplied by
+    replaces: Any  # whether ``shift`` replaces biases
+    shift: Any  # what biases receive, ``(features,)``
+    due: Any  # whether anything changes
+
+
 class StepInputs(NamedTuple):
     """The inputs of an update."""
 
@@ -34,6 +49,8 @@ class StepInputs(NamedTuple):
     decay: float = 1.0  # factor of the weight decay, for ``"auto"``
     # Spreads of the targets, by input of a loss, for ``"auto"``.
     spreads: Mapping[str, Any] = MappingProxyType({})
+    # Corrections that take the place of a step, by input of a loss, for ``"auto"``.
+    corrections: Mapping[str, Correction] = MappingProxyType({})
     # ``FeaturePowers.sums`` of the layers whose directions have bounds, on the host.
     features: Array | None = None
 

@@ -46,7 +46,8 @@ def measured(loss, *parts):
         values = {"z": z, "t": t} | ({} if w is None else {weights_of("t"): w})
         seen = objective.observe(values).within(BatchSize(1, (1.0,)))
         objective.value_and_cotangents(values, 1.0, seen, residuals)
-    return np.array([residuals.size(), residuals.spreads().get("z", 0.0)], float)
+    noise = residuals.noise() if residuals.spreads() else 0.0
+    return np.array([residuals.size(), residuals.spreads().get("z", 0.0), noise], float)
 
 
 def case(loss, kind):
@@ -68,7 +69,8 @@ def test_residuals_of_means_are_relative_to_the_deviations_that_count(var, kind)
     squares, deviations = ((full * (MEANS - p) ** 2).sum() for p in (Z, mean))
     found = measured(ke.Normal(var=var), (Z, MEANS, w))
     spread = np.sqrt(max(squares, deviations) / full.sum())
-    np.testing.assert_allclose(found, [np.sqrt(squares / deviations), spread], rtol=1e-9)
+    noise = min(squares, deviations) / full.sum() / var
+    np.testing.assert_allclose(found, [np.sqrt(squares / deviations), spread, noise], rtol=1e-9)
 
 
 @pytest.mark.parametrize("value", [0.1, -1e6])

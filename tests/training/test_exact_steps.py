@@ -271,8 +271,9 @@ def test_a_sample_of_rows_that_says_little_of_all_ends_steps_in_the_sample_space
         "V": frequency * rng.standard_normal((2, 500)),
         "W": 30 * rng.standard_normal((500, 1)),
     }
-    text = "n (double[n,2] x) => (double[n,1] y) { m = MatMul (x, V) h = Sin (m) y = MatMul (h, W)}"
-    optimizer = optimizer_of(parsed(text, weights))
+    # The negation keeps the first step from dividing W by the size of the predictions.
+    nodes = "m = MatMul (x, V) h = Sin (m) p = MatMul (h, W) y = Neg (p)"
+    optimizer = optimizer_of(parsed(f"n (double[n,2] x) => (double[n,1] y) {{ {nodes} }}", weights))
     x = rng.uniform(-1, 1, (900, 2))
     y = np.sin(40 * x[:, :1] * x[:, 1:])
     reports = [optimizer.step({"x": x}, y) for _ in range(BEFORE + 6)]

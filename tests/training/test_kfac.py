@@ -279,6 +279,43 @@ def test_updates_that_were_far_too_long_together_are_taken_back():
     assert {*went_back} == {False, True}
 
 
+CORRECTIONS = {
+    "large predictions": (50.0, 0.0, 1.0),
+    "large predictions of targets far from zero": (50.0, -7.0, 0.1),
+    "targets far from zero": (0.5, 9.0, 1.0),
+    "the unit of the targets": (0.5, 0.5, 1.0),
+}
+
+
+@pytest.mark.parametrize("case", CORRECTIONS)
+def test_a_first_step_brings_predictions_to_the_unit_of_their_targets(case):
+    """Closed form: moments of the errors and of the targets about the means of the features."""
+    size, mean, spread = CORRECTIONS[case]
+    rng = np.random.default_rng(0)
+    x, y = rng.standard_normal((2, 64, 3))
+    y, w, b = spread * y + mean * np.array([1.0, 2.0, 0.0]), size * np.eye(3), np.full(3, 0.25)
+    nodes = "linear (double[n,3] x) => (double[n,3] y) { p = MatMul (x, w) y = Add (p, b) }"
+    engine = ke.Engine.from_onnx(parsed(nodes, {"w": w, "b": b}), loss="normal", threads=1)
+    optimizer = ke.KfacOptimizer(engine, weight_decay=0)
+    optimizer.step({"x": x}, y)
+    errors = x @ w + b - y
+    deviations = (y - y.mean(axis=0)).std()
+    ratio, offset = (errors - errors.mean(axis=0)).std() / deviations, errors.mean(axis=0)
+    found = engine.parameters
+    if ratio > 2:
+        np.testing.assert_allclose(found["w"], w / ratio, rtol=1e-9)
+        np.testing.assert_allclose(found["b"], y.mean(axis=0), rtol=1e-9)
+    elif np.sqrt((offset**2).mean()) > 2 * deviations:
+        np.testing.assert_array_equal(found["w"], w)
+        np.testing.assert_allclose(found["b"], b - offset, rtol=1e-9)
+    else:  # a usual update
+        assert 0 < np.abs(found["b"] - b).max() < 0.01 < np.abs(found["w"] - w).max() < 0.1
+    before = engine.parameters
+    optimizer.step({"x": x}, y)
+    changes = {name: np.abs(engine.parameters[name] - before[name]).max() for name in before}
+    assert all(0 < change < 0.1 for change in changes.values())
+
+
 def linear_model():
     weight = np.random.default_rng(1).standard_normal((3, 3))
     return parsed("linear (double[n,3] x) => (double[n,3] y) { y = MatMul (x, w) }", {"w": weight})

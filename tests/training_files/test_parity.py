@@ -82,6 +82,8 @@ def test_layers_of_one_shape_take_the_steps_of_the_optimizer(tmp_path, monkeypat
     ("loss", "draw"),
     [
         ("normal", lambda rng, n: rng.standard_normal((n, 3)).astype("float32")),
+        ("normal", lambda rng, n: (0.02 * rng.standard_normal((n, 3))).astype("float32")),
+        ("normal", lambda rng, n: (rng.standard_normal((n, 3)) + 9).astype("float32")),
         ("multi_bernoulli", lambda rng, n: rng.integers(0, 2, (n, 3)).astype("float32")),
     ],
 )
