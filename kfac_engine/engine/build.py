@@ -330,8 +330,9 @@ def register_losses(
     heads, batch = bind_losses(model.graph, model.facts, options, inputs)
     if batch.sets and reduction == "batch_mean":
         raise InputError(
-            f"reduction='batch_mean' divides by one number of examples, but {batch.joint}; use an "
-            f"engine with reduction='mean' or 'sum'."
+            f"reduction='batch_mean', which kfac_engine.curvature has as well, divides by one "
+            f"number of examples, but {batch.joint}; make an Engine with reduction='mean' or "
+            f"'sum', and multiply by its matrices with curvature_products."
         )
     for head in heads:
         if head.logits:

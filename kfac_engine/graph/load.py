@@ -78,7 +78,7 @@ def read_model(source: "str | os.PathLike[str] | bytes | onnx.ModelProto") -> on
         copy.CopyFrom(source)
         return copy
     if isinstance(source, bytes):
-        return _parse(source, "the given bytes")
+        return _parse(source, "the given bytes object")
     if isinstance(source, str | os.PathLike):
         return _parse(_read(Path(source)), f"'{os.fspath(source)}'")
     raise InputError(

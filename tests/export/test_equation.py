@@ -400,6 +400,8 @@ def test_calls_with_sets_of_examples_are_right_or_refused(tmp_path):
         engine.loss({"inside x": data["inside x"]})
     with pytest.raises(ke.InputError, match="batch_mean"):
         ke.Engine.from_onnx(result, loss=NORMAL, reduction="batch_mean")
+    with pytest.raises(ke.InputError, match=r"make an Engine .* with curvature_products"):
+        ke.curvature(result, [(data, None)], loss=NORMAL)
     with pytest.raises(ke.UnsupportedError, match="one number of examples, but 'inside x'"):
         ke.export_training(result, loss=NORMAL, path=tmp_path)
     weights = {name: np.linspace(0.5, 1, n) for name, n in COUNTS.items()}
