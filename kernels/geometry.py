@@ -25,7 +25,11 @@ IMAGES = np.dtype(
 )
 TAPS = np.dtype([(name, "i4", AXES) for name in ("kernel", "strides", "dilations")], align=True)
 GRID = np.dtype([(name, "i4", AXES) for name in ("begins", "outputs")], align=True)
-JOB = np.dtype([(name, "i4") for name in ("grid", "row", "column", "begin", "end")], align=True)
+JOB = np.dtype(
+    [(name, "i4") for name in ("layer", "grid", "begin", "end")]
+    + [("tiles", "i4", 4), ("parts", "i4", 4)],
+    align=True,
+)
 WORK = np.dtype(
     [(name, "i8") for name in ("units", "length")]
     + [(name, "i4") for name in ("groups", "rows", "columns", "ones")],
@@ -35,7 +39,18 @@ SUM = np.dtype(
     [(name, "i4") for name in ("row", "column", "rows", "columns", "begin", "end", "layer")],
     align=True,
 )
-# Of pair_stage.cu and pair_products.cu. Pointers are addresses of the device.
+# Of patch_products.cu. Pointers are addresses of the device.
+UNIT_LAYER = np.dtype([("x", "u8"), ("images", IMAGES), ("taps", TAPS)], align=True)
+# Of patch_sums.cu.
+SUMMED_LAYER = np.dtype(
+    [(name, "u8") for name in ("x", "totals", "out")]
+    + [("images", IMAGES), ("taps", TAPS), ("grid", GRID)]
+    + [(name, "i4") for name in ("features", "across", "pieces", "length")]
+    + [(name, "i4") for name in ("first_totals", "first_features")]
+    + [(name, "f4") for name in ("count", "alpha", "beta")],
+    align=True,
+)
+# Of pair_stage.cu and pair_products.cu.
 STAGED_LAYER = np.dtype(
     [(name, "u8") for name in ("x", "peaks", "exponents", "pairs")]
     + [("images", IMAGES), ("taps", TAPS), ("grid", GRID)]
@@ -51,11 +66,6 @@ PAIR_LAYER = np.dtype(
         ("shape", "i4", AXES),
         ("taps", TAPS),
     ],
-    align=True,
-)
-PAIR_JOB = np.dtype(
-    [(name, "i4") for name in ("layer", "grid", "begin", "end")]
-    + [("tiles", "i4", 4), ("parts", "i4", 4)],
     align=True,
 )
 # Of pair_rows.cu.

@@ -26,7 +26,7 @@ MACROS: Mapping[str, Mapping[str, Sequence[int]]] = {
     "pair_products": {"COLUMNS": (1, 2), "PRODUCTS": (1, 3)},
     "pair_rows": {"SIDE": (1, 2), "PRODUCTS": (1, 3), "INPUT": _IMAGES},
     "moment": {},
-    "patch_sums": {"SQUARED": (0, 1), "ACROSS": (0, 1), "INPUT": _IMAGES},
+    "patch_sums": {"SQUARED": (0, 1), "INPUT": _IMAGES},
     "patches": {"INPUT": tuple(INPUTS.values())},
     "spans": {"INPUT": (0, 3)},
     "small_products": {},

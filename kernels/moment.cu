@@ -7,7 +7,7 @@
 #define AHEAD 8  // loads in flight
 
 // out <- beta out + alpha (sum). The matrix is (side, side), row-major. Rows and columns of features are
-// written here, and the homogeneous coordinate by border_moment.
+// written here, and the homogeneous coordinate by add_sums.
 struct Target {
   float* out;
   int side;
@@ -44,10 +44,15 @@ __device__ __forceinline__ float summed(const float* __restrict__ parts,
   return total;
 }
 
-// A tile of a matrix and its mirror image. Both triangles are written in runs of at least 32 bytes.
-__device__ __forceinline__ void assemble(const Target& target, const float* __restrict__ parts,
-                                         const Sum& sum, const int* __restrict__ sources,
-                                         float (*turned)[9]) {
+// Tiles of matrices, and their mirror images. Block (32, 8), a thread for each entry; grid (sums, TILE/8 *
+// TILE/32). A source is the index of a partial product; ~index subtracts it. Both triangles are written
+// in runs of at least 32 bytes.
+extern "C" __global__ void __launch_bounds__(256)
+assemble_moments(const Target* __restrict__ targets, const float* __restrict__ parts,
+                 const Sum* __restrict__ sums, const int* __restrict__ sources) {
+  __shared__ float turned[32][9];
+  const Sum sum = sums[blockIdx.x];
+  const Target& target = targets[sum.layer];
   float* out = target.out;
   const int side = target.side, x = threadIdx.x, y = threadIdx.y;
   const int r0 = blockIdx.y / (TILE / 32) * 8, c0 = blockIdx.y % (TILE / 32) * 32;
@@ -66,22 +71,6 @@ __device__ __forceinline__ void assemble(const Target& target, const float* __re
   const int above = column0 + other_x, right = row0 + other_y;
   if (r0 + other_y < sum.rows && c0 + other_x < sum.columns && above < right)
     out[(long long)above * side + right] = turned[other_x][other_y];
-}
-
-// The tiles of one matrix, or of several. Block (32, 8), a thread for each entry; grid (sums, TILE/8 *
-// TILE/32). A source is the index of a partial product; ~index subtracts it.
-extern "C" __global__ void __launch_bounds__(256)
-assemble_moment(Target target, const float* __restrict__ parts, const Sum* __restrict__ sums,
-                const int* __restrict__ sources) {
-  __shared__ float turned[32][9];
-  assemble(target, parts, sums[blockIdx.x], sources, turned);
-}
-extern "C" __global__ void __launch_bounds__(256)
-assemble_moments(const Target* __restrict__ targets, const float* __restrict__ parts,
-                 const Sum* __restrict__ sums, const int* __restrict__ sources) {
-  __shared__ float turned[32][9];
-  const Sum sum = sums[blockIdx.x];
-  assemble(targets[sum.layer], parts, sum, sources, turned);
 }
 
 // Copies the lower triangle to the upper one. Block (32, 8), one for each 32 x 32 tile of the lower triangle:

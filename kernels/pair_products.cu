@@ -84,12 +84,12 @@ __device__ __forceinline__ int swizzled(int row, int piece) {
 
 // Grid (jobs), with SHARED_BYTES of dynamic shared memory.
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
-pair_products(const PairLayer* __restrict__ layers, const PairJob* __restrict__ jobs,
+pair_products(const PairLayer* __restrict__ layers, const Job* __restrict__ jobs,
               const Grid* __restrict__ grids, float* __restrict__ parts) {
   extern __shared__ __align__(128) int4 room[];
   Shared& all = *(Shared*)(room + STAGES * STAGE / 8);
   const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
-  const PairJob* job = jobs + blockIdx.x;
+  const Job* job = jobs + blockIdx.x;
   const PairLayer* layer = layers + job->layer;
   const int channels = layer->channels;
   // The position of a thread, and the digits of DEPTH positions.
@@ -204,13 +204,9 @@ pair_products(const PairLayer* __restrict__ layers, const PairJob* __restrict__ 
   }
   const int number = job->parts[m0 / TILE * COLUMNS + n0 / TILE];
   if (number < 0) return;
-  float* part = parts + (long long)number * TILE * TILE;
   const int* rows = layer->exponents + job->tiles[m0 / TILE] * TILE % channels;
   const int* columns = layer->exponents + job->tiles[ROWS + n0 / TILE] * TILE % channels;
-  #pragma unroll
-  for (int i = 0; i < BLOCKS_M; ++i)
-    #pragma unroll
-    for (int j = 0; j < BLOCKS_N; ++j)
-      write_product(part, sums[i][j], m0 % TILE + i * 16, n0 % TILE + j * 8, rows, columns);
+  float* part = parts + (long long)number * TILE * TILE;
+  write_products(part, sums, m0 % TILE, n0 % TILE, rows, columns);
 }
 #endif

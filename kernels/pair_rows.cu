@@ -67,12 +67,12 @@ __device__ __forceinline__ int swizzled(int feature, int piece) {
 
 // Grid (jobs), with 2 * STAGE + sizeof(Shared) bytes of dynamic shared memory.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-pair_rows(const RowLayer* __restrict__ layers, const PairJob* __restrict__ jobs,
+pair_rows(const RowLayer* __restrict__ layers, const Job* __restrict__ jobs,
           float* __restrict__ parts) {
   extern __shared__ __align__(128) int4 room[];
   Shared& all = *(Shared*)(room + 2 * STAGE / 16);
   const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
-  const PairJob* job = jobs + blockIdx.x;
+  const Job* job = jobs + blockIdx.x;
   const RowLayer* layer = layers + job->layer;
   const int pixels = layer->pixels, channels = layer->channels, end = job->end;
   const int channel_stride = layer->channel_stride;
@@ -166,13 +166,9 @@ pair_rows(const RowLayer* __restrict__ layers, const PairJob* __restrict__ jobs,
   }
   const int number = job->parts[m0 / TILE * SIDE + n0 / TILE];
   if (number < 0) return;
-  float* part = parts + (long long)number * TILE * TILE;
   const int* rows = all.exponents + m0 / TILE * TILE;
   const int* columns = all.exponents + (SIDE + n0 / TILE) * TILE;
-  #pragma unroll
-  for (int i = 0; i < BLOCKS_M; ++i)
-    #pragma unroll
-    for (int j = 0; j < BLOCKS_N; ++j)
-      write_product(part, sums[i][j], m0 % TILE + i * 16, n0 % TILE + j * 8, rows, columns);
+  float* part = parts + (long long)number * TILE * TILE;
+  write_products(part, sums, m0 % TILE, n0 % TILE, rows, columns);
 }
 #endif

@@ -42,13 +42,6 @@ __device__ __forceinline__ unsigned two_rests(unsigned highs, float low, float h
                     high - half_to_float((unsigned short)(highs >> 16)));
 }
 
-// Products of two rows of tiles with one or two columns, over the positions [begin, end).
-struct PairJob {
-  int layer, grid, begin, end;
-  int tiles[4];  // two of the rows, two of the columns; a kernel of fewer tiles reads fewer
-  int parts[4];  // of the products, row by row; -1 if it is not wanted
-};
-
 // An address in shared memory.
 #ifndef CUDA_ON_CPU
 typedef unsigned Place;
@@ -84,17 +77,24 @@ __device__ __forceinline__ void add_product(float* sums, const unsigned* high_a,
   for (int e = 0; e < 4; ++e) sums[e] += sum[e];
 }
 
-// Writes a 16 x 8 result to a part: a lane has rows l/4 and l/4 + 8, columns 2 (l%4) and the next.
-// `row` and `column` are its first ones; `rows` and `columns` are exponents of the tiles.
-__device__ __forceinline__ void write_product(float* part, const float* sums, int row, int column,
-                                              const int* rows, const int* columns) {
+// Writes the results of a warp, blocks of 16 x 8, to a part: a lane has rows l/4 and l/4 + 8 of a block,
+// columns 2 (l%4) and the next. `row` and `column` are the first ones of the warp; `rows` and `columns`
+// are exponents of the tiles.
+template <int M, int N>
+__device__ __forceinline__ void write_products(float* part, const float (&sums)[M][N][4], int row,
+                                               int column, const int* rows, const int* columns) {
   const int lane = threadIdx.x % 32;
   #pragma unroll
-  for (int e = 0; e < 4; ++e) {
-    const int r = row + lane / 4 + (e >> 1) * 8, c = column + lane % 4 * 2 + (e & 1);
-    // By two powers of two, because one may be out of range.
-    const int back = -(rows[r] + columns[c]), half = back / 2;
-    part[r * TILE + c] = sums[e] * power_of_two(half) * power_of_two(back - half);
-  }
+  for (int i = 0; i < M; ++i)
+    #pragma unroll
+    for (int j = 0; j < N; ++j)
+      #pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const int r = row + i * 16 + lane / 4 + (e >> 1) * 8;
+        const int c = column + j * 8 + lane % 4 * 2 + (e & 1);
+        // By two powers of two, because one may be out of range.
+        const int back = -(rows[r] + columns[c]), half = back / 2;
+        part[r * TILE + c] = sums[i][j][e] * power_of_two(half) * power_of_two(back - half);
+      }
 }
 #endif

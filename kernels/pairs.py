@@ -1,7 +1,6 @@
 """Launches products of patches from pairs of half-precision numbers, of several layers at once."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -11,11 +10,9 @@ from kfac_engine.kernels.geometry import (
     ROW_LAYER,
     STAGED_LAYER,
     Geometry,
-    Struct,
-    words,
 )
 from kfac_engine.kernels.launch import BLOCK, INPUTS, Array, Device, int32, kernel
-from kfac_engine.kernels.moments import TILE, Scales, assemble, target_structs
+from kfac_engine.kernels.moments import TILE, Layer, Pass, assemble, target_structs, uploaded
 
 # Number of positions of a stage of pair_products.cu for each column of tiles, and number of stages.
 DEPTH = 16
@@ -30,60 +27,13 @@ _BLOCKS_EACH = 8
 _WARPS, _LANES = 8, 32  # channels of a block of find_peaks: of each warp, or of each lane
 
 
-@dataclass(frozen=True, slots=True)
-class PairLayer:
-    """Images of a layer, and the matrix that receives their moment.
-
-    Attributes:
-        x: Images ``(n, channels, *spatial_shape)`` of any strides.
-        out: ``(size, size)`` float32, contiguous.
-        geometry: Geometry of the images and the window.
-        copied: Geometry of what is copied as pairs, the pixels of the images or their patches; or
-            of the pixels if ``pair_rows.cu`` reads the images.
-        taps: Taps that see the pairs; None if nothing is copied.
-        scales: Scales of the moment and of the old values.
-    """
-
-    x: Array
-    out: Array
-    geometry: Geometry
-    copied: Geometry
-    taps: Struct | None
-    scales: Scales
-
-    @property
-    def features(self) -> int:
-        """Number of features of a copied position, with those of the padding."""
-        taps = int(self.copied.taps["kernel"].prod())
-        return padded(taps * self.copied.channels)
-
-
-@dataclass(frozen=True, slots=True)
-class PairPass:
-    """The products of several layers, as arrays of the device.
-
-    Attributes:
-        grids: Boxes of output positions.
-        jobs: The products of the blocks, by the source of their kernel and their columns of tiles.
-        sums: Place of each tile of the lower triangles, and its range in ``sources``.
-        sources: Indices of partial results; ``~index`` is subtracted.
-        parts: Number of partial results.
-    """
-
-    grids: Array
-    jobs: Mapping[tuple[str, int], Array]
-    sums: Array
-    sources: Array
-    parts: int
-
-
 def padded(features: int) -> int:
     """Return the number of features of whole tiles."""
     return int(-(-features // TILE) * TILE)
 
 
 def add_pair_products(
-    device: Device, layers: Sequence[PairLayer], passes: Sequence[PairPass], products: int
+    device: Device, layers: Sequence[Layer], passes: Sequence[Pass], products: int
 ) -> None:
     """Compute ``out ← beta·out + alpha·Σ z zᵀ`` of layers, without the border.
 
@@ -108,7 +58,7 @@ def add_pair_products(
                 macros = {"SIDE": columns, "PRODUCTS": products, "INPUT": kind}
             multiply = kernel(device, source, source, shared_bytes=shared, **macros)
             multiply((len(jobs),), (threads,), arguments, shared_mem=shared)
-        assemble(device, "assemble_moments", tables.targets, parts, part.sums, part.sources)
+        assemble(device, tables.targets, parts, part)
 
 
 def shared_bytes(source: str, columns: int, products: int) -> int:
@@ -131,13 +81,14 @@ class _Tables(NamedTuple):
     buffers: Sequence[Array]
 
 
-def _staged(device: Device, layers: Sequence[PairLayer]) -> _Tables:
+def _staged(device: Device, layers: Sequence[Layer]) -> _Tables:
     """Find the largest magnitudes of layers, and write images as pairs where these are copied."""
     table, pairs = np.zeros(len(layers), STAGED_LAYER), np.zeros(len(layers), PAIR_LAYER)
     rows, buffers = np.zeros(len(layers), ROW_LAYER), list[Array]()
     peak_blocks = pair_blocks = 0
     for i, layer in enumerate(layers):
-        g, features = layer.copied, layer.features
+        g = layer.copied
+        features = padded(int(g.taps["kernel"].prod()) * g.channels)
         across = -(-g.channels // (_LANES if g.across else _WARPS))
         length = _images_of_piece(g, across, device)
         pieces, positions = -(-g.count // length), g.count * g.positions
@@ -159,8 +110,7 @@ def _staged(device: Device, layers: Sequence[PairLayer]) -> _Tables:
             pairs[i] = addresses[2], addresses[1], features, g.grid["outputs"][0], layer.taps[0]
         peak_blocks += pieces * across
         pair_blocks += -(-positions // TILE) * (features // TILE)
-    targets = target_structs(device, [(layer.out, layer.scales) for layer in layers])
-    staged, *others = _uploaded(device, (table, pairs, rows, targets))
+    staged, *others = uploaded(device, (table, pairs, rows, target_structs(device, layers)))
     arguments = staged, int32(len(layers))
     kind = INPUTS[layers[0].x.dtype.name]
     kernel(device, "pair_stage", "find_peaks", INPUT=kind)((peak_blocks,), (BLOCK,), arguments)
@@ -168,13 +118,6 @@ def _staged(device: Device, layers: Sequence[PairLayer]) -> _Tables:
         write = kernel(device, "pair_stage", "write_pairs", INPUT=kind)
         write((pair_blocks,), (BLOCK,), arguments)
     return _Tables(others[0], others[1], others[2], buffers)
-
-
-def _uploaded(device: Device, tables: Sequence[Struct]) -> list[Array]:
-    """Return tables on the device, after one upload; structs begin at multiples of eight bytes."""
-    flat = [words(structs).reshape(-1) for structs in tables]
-    whole, ends = device.upload(np.concatenate(flat)), np.cumsum([len(each) for each in flat])
-    return [whole[end - len(each) : end] for end, each in zip(ends, flat, strict=True)]
 
 
 def _images_of_piece(geometry: Geometry, blocks: int, device: Device) -> int:

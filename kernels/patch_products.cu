@@ -5,11 +5,10 @@
 // o * stride + tap * dilation - begin of one channel, or zero outside the image. One to three spatial
 // axes; missing axes come first and have one pixel and one tap.
 //
-//   x       images of any strides (in elements)
-//   jobs    one for each block: the tile (row, column), in units of TILE features, of the product over the
-//           positions [begin, end) of one grid
+//   layers  images of several layers, of any strides (in elements)
+//   jobs    one for each block: the product of one row of tiles with one column
 //   grids   boxes of output positions, counted image by image in row-major order
-//   parts   (jobs, TILE, TILE): results of the jobs; moment.cu adds them in a fixed order
+//   parts   (products, TILE, TILE); moment.cu adds them in a fixed order
 //
 // A block computes one job; a thread loads one position of several features, then multiplies a part
 // of the tile. Positions at or after `end`, pixels outside the image and features past the last count
@@ -28,8 +27,10 @@
 #define STEP (THREADS / DEPTH)  // features between those that a thread loads
 #define LOADS (TILE / STEP)
 
-struct Job {
-  int grid, row, column, begin, end;
+struct UnitLayer {
+  const void* x;
+  Images images;
+  Taps taps;
 };
 
 // Loads the features of a thread at one position.
@@ -51,7 +52,7 @@ struct Loader {
 #endif
   }
 
-  __device__ __forceinline__ void load(const scalar* __restrict__ x, float (*to)[LD],
+  __device__ __forceinline__ void load(const scalar* x, float (*to)[LD],
                                        const Position& p, const Images& g) const {
     float* column = &to[threadIdx.x % DEPTH][threadIdx.x / DEPTH];
 #if ALIGNED
@@ -70,15 +71,22 @@ struct Loader {
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-patch_products(const scalar* __restrict__ x, const Job* __restrict__ jobs,
-               const Grid* __restrict__ grids, float* __restrict__ parts, Images g, Taps t) {
+patch_products(const UnitLayer* __restrict__ layers, const Job* __restrict__ jobs,
+               const Grid* __restrict__ grids, float* __restrict__ parts) {
   __shared__ float rows[DEPTH][LD], columns[DEPTH][LD];
   const Job job = jobs[blockIdx.x];
   const Grid grid = grids[job.grid];
+  __shared__ UnitLayer layer;  // in registers it would take half of them
+  if (threadIdx.x < sizeof(layer) / 4)
+    ((int*)&layer)[threadIdx.x] = ((const int*)(layers + job.layer))[threadIdx.x];
+  __syncthreads();
+  const Images& g = layer.images;
+  const Taps& t = layer.taps;
+  const scalar* x = (const scalar*)layer.x;
   const int lane = threadIdx.x % DEPTH, r = threadIdx.x / 16 * MICRO, c = threadIdx.x % 16 * MICRO;
   Loader left, right;
-  left.aim(job.row, g, t, grid);
-  right.aim(job.column, g, t, grid);
+  left.aim(job.tiles[0], g, t, grid);
+  right.aim(job.tiles[2], g, t, grid);
   float sums[MICRO][MICRO] = {};
   for (int p = job.begin; p < job.end; p += DEPTH) {
     const Position position = position_at(p + lane, job.end, g, t, grid);
@@ -100,7 +108,7 @@ patch_products(const scalar* __restrict__ x, const Job* __restrict__ jobs,
     }
     __syncthreads();
   }
-  float* part = parts + (long long)blockIdx.x * TILE * TILE;
+  float* part = parts + (long long)job.parts[0] * TILE * TILE;
   #pragma unroll
   for (int i = 0; i < MICRO; ++i)
     #pragma unroll

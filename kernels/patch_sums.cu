@@ -1,97 +1,118 @@
 // Sums over patches without copies of patches: of the pixels of each tap, or of their squares.
 //
 // Images are summed first: the pixels of a tap do not depend on the image. No atomics: one thread or
-// one block computes each sum, in a fixed order.
+// one block computes each sum, in a fixed order. A launch has the blocks of all layers, one layer after
+// another.
 //
-//   totals  (pieces, channels, pixels): sums over the images of a piece
-//   SQUARED 1: sums of squares
-//   ACROSS  1 if channels are closer in memory than pixels; adjacent threads of a warp read adjacent
-//           memory
+//   layers  images of several layers, and what receives their sums
+//   SQUARED 1: sums of squares, of one number for each feature; 0: the last row and column of a matrix
 #ifndef SQUARED
 #define SQUARED 0
 #endif
-#ifndef ACROSS
-#define ACROSS 0
-#endif
 
-// totals <- sum over the images of each piece. Grid (ceil(channels * pixels / 256), pieces), block
-// 256: a thread sums one pixel of one channel.
+struct SummedLayer {
+  const void* x;  // images of any strides
+  float* totals;  // (pieces, channels, pixels): sums over the images of a piece
+  float* out;     // (features), or (features + 1, features + 1)
+  Images images;
+  Taps taps;
+  Grid grid;
+  int features;
+  int across;                        // 1 if channels are closer in memory than pixels
+  int pieces, length;                // number of pieces, and images of one
+  int first_totals, first_features;  // the first block of sum_images and of add_sums
+  float count, alpha, beta;          // count: number of patches
+};
+
+// totals <- sum over the images of each piece. Block 256: a thread sums one pixel of one channel, and
+// adjacent threads read adjacent memory. The blocks of a layer are (pieces, ceil(channels * pixels /
+// 256)).
 extern "C" __global__ void __launch_bounds__(256)
-sum_images(const scalar* __restrict__ x, float* __restrict__ totals, Images g, int length) {
+sum_images(const SummedLayer* __restrict__ layers, int count) {
+  int which = 0;
+  while (which + 1 < count && (int)blockIdx.x >= layers[which + 1].first_totals) ++which;
+  const SummedLayer& layer = layers[which];
+  const Images& g = layer.images;
   const int pixels = g.shape[0] * g.shape[1] * g.shape[2];
   const long long numbers = (long long)pixels * g.channels;
-  const long long index = blockIdx.x * 256LL + threadIdx.x;
+  const int block = blockIdx.x - layer.first_totals, blocks = (int)((numbers + 255) / 256);
+  const int piece = block / blocks;
+  const long long index = block % blocks * 256LL + threadIdx.x;
   if (index >= numbers) return;
-#if ACROSS
-  const int channel = (int)(index % g.channels), pixel = (int)(index / g.channels);
-#else
-  const int channel = (int)(index / pixels), pixel = (int)(index % pixels);
-#endif
-  long long place = channel * g.channel_stride;
+  const int channel = (int)(layer.across ? index % g.channels : index / pixels);
+  const int pixel = (int)(layer.across ? index / g.channels : index % pixels);
+  const int begin = piece * layer.length, end = min(begin + layer.length, g.images);
+  const long long stride = g.image_stride;
+  const scalar* from = (const scalar*)layer.x + channel * g.channel_stride + begin * stride;
   int rest = pixel;
   for (int axis = 2; axis >= 0; --axis) {
-    place += rest % g.shape[axis] * g.pixel_strides[axis];
+    from += rest % g.shape[axis] * g.pixel_strides[axis];
     rest /= g.shape[axis];
   }
-  const int begin = blockIdx.y * length, end = min(begin + length, g.images);
   float sum = 0.0f, lost = 0.0f;  // Kahan summation, for thousands of images
-  for (int image = begin; image < end; ++image) {
-    const float found = read(x + place + image * g.image_stride);
+  #pragma unroll 4
+  for (int image = begin; image < end; ++image, from += stride) {
+    const float found = read(from);
     const float next = (SQUARED ? found * found : found) - lost, larger = sum + next;
     lost = (larger - sum) - next;
     sum = larger;
   }
-  totals[blockIdx.y * numbers + (long long)channel * pixels + pixel] = sum;
+  layer.totals[piece * numbers + (long long)channel * pixels + pixel] = sum;
 }
 
 // Returns the sum of feature f = tap * channels + channel over all outputs and pieces, in the first of
-// the 256 threads of a block.
-__device__ __forceinline__ float tap_sum(int f, const float* __restrict__ totals, int pieces,
-                                         const Images& g, const Taps& t, const Grid& grid,
-                                         float* warps) {
-  const int pixels = g.shape[0] * g.shape[1] * g.shape[2];
-  const int outputs = grid.outputs[0] * grid.outputs[1] * grid.outputs[2];
-  const float* own = totals + (long long)(f % g.channels) * pixels;
-  int first[3];
-  first_pixels(f / g.channels, t, grid, first);
+// the 256 threads of a block. A thread reads every 256th output, counted piece by piece, and advances
+// without divisions.
+__device__ __forceinline__ float tap_sum(int f, const SummedLayer& layer, float* warps) {
+  const Images& g = layer.images;
+  const long long pixels = g.shape[0] * g.shape[1] * g.shape[2];
+  const float* from = layer.totals + f % g.channels * pixels;
+  int first[3], at[3], step[3], piece = threadIdx.x, pieces = 256;
+  first_pixels(f / g.channels, layer.taps, layer.grid, first);
+  #pragma unroll
+  for (int axis = 2; axis >= 0; --axis) {
+    const int side = layer.grid.outputs[axis];
+    at[axis] = piece % side;
+    piece /= side;
+    step[axis] = pieces % side;
+    pieces /= side;
+  }
   float sum = 0.0f;
-  for (long long i = threadIdx.x; i < (long long)outputs * pieces; i += 256) {
-    long long place = i / outputs * g.channels * pixels;
-    int rest = (int)(i % outputs), step = 1;
+  while (piece < layer.pieces) {
+    long long place = (long long)piece * g.channels;
     bool inside = true;
-    for (int axis = 2; axis >= 0; --axis) {
-      const int pixel = rest % grid.outputs[axis] * t.strides[axis] + first[axis];
-      inside = inside && (unsigned)pixel < (unsigned)g.shape[axis];
-      place += pixel * step;
-      step *= g.shape[axis];
-      rest /= grid.outputs[axis];
+    #pragma unroll
+    for (int axis = 0; axis < 3; ++axis) {
+      const int pixel = at[axis] * layer.taps.strides[axis] + first[axis];
+      inside &= (unsigned)pixel < (unsigned)g.shape[axis];
+      place = place * g.shape[axis] + pixel;
     }
-    if (inside) sum += own[place];
+    if (inside) sum += from[place];
+    int carry = 0;
+    #pragma unroll
+    for (int axis = 2; axis >= 0; --axis) {
+      at[axis] += step[axis] + carry;
+      carry = at[axis] >= layer.grid.outputs[axis];
+      at[axis] -= carry ? layer.grid.outputs[axis] : 0;
+    }
+    piece += pieces + carry;
   }
   return block_sum(sum, warps);
 }
 
-// Last row and column of out (side, side) <- beta out + alpha (sum of patches, count). Block f of
-// 256 threads computes feature f; the last block computes the corner.
+// out <- beta out + alpha (sums of features, and the count of patches behind them). Block 256: one
+// feature, or the corner of a matrix. The blocks of a layer are its features, and one for a corner.
 extern "C" __global__ void __launch_bounds__(256)
-border_moment(float* __restrict__ out, const float* __restrict__ totals, int pieces, Images g,
-              Taps t, Grid grid, float count, float alpha, float beta) {
+add_sums(const SummedLayer* __restrict__ layers, int count) {
   __shared__ float warps[8];
-  const int features = gridDim.x - 1, f = blockIdx.x;
-  const float sum = f < features ? tap_sum(f, totals, pieces, g, t, grid, warps) : count;
+  int which = 0;
+  while (which + 1 < count && (int)blockIdx.x >= layers[which + 1].first_features) ++which;
+  const SummedLayer& layer = layers[which];
+  const int features = layer.features, f = blockIdx.x - layer.first_features;
+  const float sum = f < features ? tap_sum(f, layer, warps) : layer.count;
   if (threadIdx.x) return;
-  const long long side = features + 1, below = features * side + f;
-  const float value = alpha * sum + (beta == 0.0f ? 0.0f : beta * out[below]);
-  out[below] = value;
-  out[f * side + features] = value;
-}
-
-// out (features) <- beta out + alpha (sum of patches). Block f of 256 threads computes f.
-extern "C" __global__ void __launch_bounds__(256)
-add_patches(float* __restrict__ out, const float* __restrict__ totals, int pieces, Images g, Taps t,
-            Grid grid, float alpha, float beta) {
-  __shared__ float warps[8];
-  const float sum = tap_sum(blockIdx.x, totals, pieces, g, t, grid, warps);
-  if (threadIdx.x) return;
-  out[blockIdx.x] = alpha * sum + (beta == 0.0f ? 0.0f : beta * out[blockIdx.x]);
+  const long long side = features + 1, place = SQUARED ? f : features * side + f;
+  const float old = layer.beta == 0.0f ? 0.0f : layer.beta * layer.out[place];
+  layer.out[place] = layer.alpha * sum + old;
+  if (!SQUARED) layer.out[f * side + features] = layer.alpha * sum + old;
 }

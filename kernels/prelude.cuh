@@ -140,6 +140,14 @@ __device__ __forceinline__ long long seen(const Feature& f, const Position& p, c
   return inside ? offset : -1;
 }
 
+// What a block computes: products of one or two rows of tiles with one or two columns, over the positions
+// [begin, end) of a grid.
+struct Job {
+  int layer, grid, begin, end;
+  int tiles[4];  // two of the rows, two of the columns; a kernel of fewer tiles reads fewer
+  int parts[4];  // of the products, row by row; -1 if it is not wanted
+};
+
 // -- work on groups of channels, in pieces
 
 struct Work {

@@ -19,15 +19,12 @@ from tests.cuda_on_cpu import nvrtc
 
 TABLE = Path(__file__).parents[1] / "kernels" / "compiled.json"
 
-# Sources whose loops are counted, with the architectures.
-LOOPS = {
-    "pair_products": ("sm_80", "sm_90"),
-    "pair_rows": ("sm_80", "sm_90"),
-    "averages": ("sm_90",),
-    "spans": ("sm_90",),
-    "few_products": ("sm_90",),
-    "example_sums": ("sm_90",),
-}
+# Sources whose loops are counted, and the architectures.
+LOOPS = (
+    *("patch_products", "pair_products", "pair_rows", "patch_sums"),
+    *("averages", "spans", "few_products", "example_sums"),
+)
+LOOP_ARCHITECTURES = ("sm_80", "sm_90")
 
 # Map from a variant and an architecture to kernels and their resources.
 Compiled = Mapping[str, Mapping[str, nvrtc.Resources]]
@@ -100,7 +97,7 @@ def _all_variants(name: str) -> Iterator[tuple[tuple[str, ...], str]]:
 
 def _loops(name: str) -> Iterator[tuple[str, dict[str, list[nvrtc.Loop]]]]:
     """Yield each variant of a source with its loops."""
-    for architecture in LOOPS[name]:
+    for architecture in LOOP_ARCHITECTURES:
         for options in variants(name):
             yield entry(options, architecture), nvrtc.loops(name, options, architecture)
 

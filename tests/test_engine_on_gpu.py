@@ -171,9 +171,9 @@ def test_step_reads_gpu_four_times_for_any_number_of_layers(
     engine.step(inputs, np.arange(6) % 3)
     counts, layers = cupy_standin.COUNTS, 3 * width
     assert counts["downloads"] + counts["reads"] <= 4
-    # Inputs, output gradients and gradients: each once; two tables of addresses, and one for each
-    # 32 second moments.
-    assert counts["uploads"] == 4 * layers + 3 + -(-2 * layers // 32)
+    # Inputs, output gradients and gradients: each once; two tables of addresses, and for each 32
+    # second moments one of the moments and one of their bias rows.
+    assert counts["uploads"] == 4 * layers + 3 + 2 * -(-2 * layers // 32)
     for cache in caches:
         cache.cache_clear()
 

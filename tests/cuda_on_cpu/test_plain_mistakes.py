@@ -131,7 +131,7 @@ def group_squares(device: Device) -> tuple[np.ndarray, np.ndarray]:
 
 def judged(device: Device) -> tuple[np.ndarray, np.ndarray]:
     """The last number of the last array is not finite."""
-    arrays = [np.ones(size) for size in (5, 700)]
+    arrays = [np.ones(size) for size in (5, 701)]
     arrays[1][-1] = np.inf
     flags = np.ones(2, np.int32)
     find_infinite(device, arrays, flags)
@@ -170,12 +170,12 @@ MISTAKES = {
     "sums, no barrier before they are added": ("patch_sums", barrier(0), squared),
     "sums, no last piece": (
         "patch_sums",
-        replaced("(long long)outputs * pieces", "(long long)outputs * (pieces - 1)"),
+        replaced("piece < layer.pieces", "piece < layer.pieces - 1"),
         squared,
     ),
     "sums, images beside the piece": (
         "patch_sums",
-        replaced("min(begin + length, g.images)", "begin + length - 1"),
+        replaced("min(begin + layer.length, g.images)", "begin + layer.length - 1"),
         squared,
     ),
     "matrices, no barrier before the largest": ("symmetric", barrier(2), widened),
@@ -210,9 +210,9 @@ MISTAKES = {
         replaced("!(own[i] * (scalar)0 == (scalar)0)", "own[i] != own[i]"),
         judged,
     ),
-    "pairs, no barrier": ("spans", barrier(1), paired),
-    "small products, first barrier": ("small_products", barrier(1), multiplied),
-    "small products, second barrier": ("small_products", barrier(2), multiplied),
+    "pairs, no barrier": ("spans", barrier(2), paired),
+    "small products, first barrier": ("small_products", barrier(2), multiplied),
+    "small products, second barrier": ("small_products", barrier(3), multiplied),
     "small products, the block of the next one": (
         "small_products",
         replaced("<= (int)blockIdx.x", "< (int)blockIdx.x"),

@@ -52,8 +52,8 @@ def without(pattern: str, occurrence: int):
 
 # Occurrences are counted in the whole source: block_sum of the prelude has two barriers.
 MISTAKES = {
-    "no barrier before the product": ("patch_products", without(re.escape(BARRIER), 2)),
-    "no barrier after the product": ("patch_products", without(re.escape(BARRIER), 3)),
+    "no barrier before the product": ("patch_products", without(re.escape(BARRIER), 3)),
+    "no barrier after the product": ("patch_products", without(re.escape(BARRIER), 4)),
     "no barrier before the mirror image": ("moment", without(re.escape(BARRIER), 2)),
     "a position too many": (
         "patch_products",

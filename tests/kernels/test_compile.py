@@ -64,6 +64,8 @@ def test_compiler_reproduces_table_entry(name: str) -> None:
     assert nvrtc.resources(name, options, architecture) == expected_resources
 
 
+each_architecture = pytest.mark.parametrize("architecture", compile_kernels.LOOP_ARCHITECTURES)
+
 # Cycles in which a scheduler of an H200 has one product of 16 x 8 x 16 numbers computed, with
 # mma.sync at 62 % of the rate of tensor cores.
 PRODUCT_CYCLES = 6.4
@@ -116,24 +118,40 @@ READERS = [
 ]
 
 
+@each_architecture
 @pytest.mark.parametrize(("source_name", "name", "option"), READERS)
 def test_readers_of_arrays_read_16_bytes_at_a_time(
-    source_name: str, name: str, option: str
+    source_name: str, name: str, option: str, architecture: str
 ) -> None:
     """A loop with reads of 4 bytes had 22 instructions for 16 bytes."""
-    loops = compile_kernels.loops(source_name)[f"sm_90 {option}"][name]
+    loops = compile_kernels.loops(source_name)[f"{architecture} {option}"][name]
     hot = max(loops, key=lambda loop: loop.wide_loads)
     assert hot.wide_loads >= 4  # several reads at a time hide the latency of memory
     assert hot.narrow_loads == hot.local == 0
     assert hot.instructions <= 16 * hot.wide_loads
 
 
-@pytest.mark.parametrize(("kernel", "most"), [("few_products", 340), ("few_squares", 280)])
-def test_rows_of_few_features_are_read_without_divisions(kernel: str, most: int) -> None:
-    """With divisions for each position, a pass had 550 instructions, or 496."""
-    loops = compile_kernels.loops("few_products")["sm_90 -DROWS=10 -DINPUT=0"][kernel]
-    hot = max(loops, key=lambda loop: loop.narrow_loads)
-    assert hot.narrow_loads in (10, 11)
+# Loops that read numbers one by one: their source, options and kernel, the reads of a pass, and the
+# largest number of its instructions. With divisions for each position they had 550, 496 and 145.
+WITHOUT_DIVISIONS = [
+    ("few_products", "-DROWS=10 -DINPUT=0", "few_products", 10, 340),
+    ("few_products", "-DROWS=10 -DINPUT=0", "few_squares", 11, 280),
+    ("patch_sums", "-DSQUARED=0 -DINPUT=0", "add_sums", 1, 50),
+    ("patch_sums", "-DSQUARED=1 -DINPUT=0", "add_sums", 1, 50),
+    ("patch_sums", "-DSQUARED=0 -DINPUT=0", "sum_images", 4, 36),  # four reads at a time
+    ("patch_products", "-DALIGNED=0 -DINPUT=0", "patch_products", 8, 660),  # 256 products
+    ("patch_products", "-DALIGNED=1 -DINPUT=0", "patch_products", 8, 540),
+]
+
+
+@each_architecture
+@pytest.mark.parametrize(("source_name", "option", "kernel", "reads", "most"), WITHOUT_DIVISIONS)
+def test_loops_that_read_single_numbers_have_few_instructions(
+    source_name: str, option: str, kernel: str, reads: int, most: int, architecture: str
+) -> None:
+    loops = compile_kernels.loops(source_name)[f"{architecture} {option}"][kernel]
+    hot = max(loops, key=lambda loop: (loop.narrow_loads, loop.instructions))
+    assert hot.narrow_loads == reads
     assert hot.instructions <= most
     assert hot.local == 0
 

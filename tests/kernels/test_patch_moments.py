@@ -7,7 +7,9 @@ import numpy as np
 import pytest
 
 from kfac_engine.backend.channel_groups import Accumulation
-from kfac_engine.backend.cuda.gram import PatchMoments, plan
+from kfac_engine.backend.cuda import recipes
+from kfac_engine.backend.cuda.gram import PatchMoments
+from kfac_engine.backend.cuda.moment_groups import plan
 from kfac_engine.backend.window import Window
 from kfac_engine.errors import ShapeError
 from kfac_engine.kernels.moments import TILE
@@ -130,7 +132,7 @@ def test_moment_of_nan_or_infinity_is_not_finite(bad: float, products: int) -> N
 
 
 def test_patch_moment_without_homogeneous_coordinate_has_no_border() -> None:
-    assert check(UNTILED[0], homogeneous=False).launched == ["patch_products", "assemble_moment"]
+    assert check(UNTILED[0], homogeneous=False).launched == ["patch_products", "assemble_moments"]
 
 
 @pytest.mark.parametrize("scratch", [1, 4 * 64 * 64 * 4])
@@ -141,25 +143,29 @@ def test_small_scratch_memory_gives_several_passes(scratch: int) -> None:
 
 def test_images_above_scratch_memory_are_not_copied_as_pairs() -> None:
     device = check(TILED[0], products=3, scratch=1, homogeneous=False)
-    assert set(device.launched) == {"patch_products", "assemble_moment"}
+    assert set(device.launched) == {"patch_products", "assemble_moments"}
 
 
 def test_positions_are_split_for_many_processors() -> None:
     case = square(40, 1, 0, 8, n=2)
-    pieces = passes(case, processors=2)[0].jobs["end"].tolist()
+    (jobs,) = passes(case, processors=2)[0].jobs.values()
+    pieces = jobs["end"].tolist()
     assert pieces == [512, 1024, 1536, 2048, 2560, 3072, 3200]
     check(case, processors=2)
 
 
 def passes(case: Case, processors: int = 100, scratch: int = SCRATCH) -> tuple:
     blocks = processors * BLOCKS[UNITS][0]
-    return plan(case.window, case.n, case.channels, case.sides, blocks, scratch)
+    recipe = recipes.recipe_for(case.window, case.n, case.channels, case.sides)
+    return plan(recipe, case.n, blocks, scratch // (TILE**2 * 4), "patch_products")
 
 
 def test_3x3_plan_has_13_products_over_pixels_that_both_taps_see() -> None:
     (found,) = passes(square(56, 3, 1, 64))
     sides = {number: grid["outputs"][1:] for number, grid in enumerate(found.grids)}
-    inner = {tuple(job)[:3] for job in found.jobs.tolist() if min(sides[job[0]]) > 3}
+    (jobs,) = found.jobs.values()
+    tiles = {(job["grid"], job["tiles"][0], job["tiles"][2]) for job in jobs}
+    inner = {part for part in tiles if min(sides[part[0]]) > 3}
     seen = [(56 - abs(i)) * (56 - abs(j)) for i in range(3) for j in range(-2, 3) if i or j >= 0]
     assert sorted(prod(sides[grid]) for grid, *_ in inner) == sorted(seen)
     assert len(inner) == 13
@@ -178,7 +184,7 @@ def test_passes_fit_scratch_memory() -> None:
     scratch = 60 * 64 * 64 * 4
     for case in (square(14, 3, 1, 64), square(14, 3, 1, 60)):
         for found in passes(case, scratch=scratch):
-            assert len(found.jobs) * TILE**2 * 4 <= scratch
+            assert found.parts * TILE**2 * 4 <= scratch
 
 
 def test_matrix_of_wrong_shape_raises_error() -> None:

@@ -206,6 +206,6 @@ def test_second_moment_copies_nothing_to_host(monkeypatch: pytest.MonkeyPatch) -
     for _ in range(3):
         backend.patch_second_moment(x, window, out, homogeneous=True, beta=0.5)
     assert cupy_standin.COUNTS["downloads"] == cupy_standin.COUNTS["reads"] == 0
-    # Four arrays of the plan, once; and a table of addresses for each call.
-    assert cupy_standin.COUNTS["uploads"] == 4 + 3
+    # Four arrays of the plan, once; for each call, tables of addresses for products and bias rows.
+    assert cupy_standin.COUNTS["uploads"] == 4 + 3 * 2
     device._cupy.cache_clear()

@@ -1,4 +1,4 @@
-"""Computes Gram matrices of patches of several layers on tensor cores (``pair_products.cu``).
+"""Computes Gram matrices of patches of several layers at once.
 
 The layers of a group share their launches. A call to the device takes as much of the host as the
 products of a small layer take of the device, and small layers fill the device together.
@@ -20,7 +20,7 @@ from kfac_engine.backend.cuda.recipes import MOST_POSITIONS, Product, Recipe, Te
 from kfac_engine.backend.window import Window, pointwise
 from kfac_engine.kernels.geometry import (
     AXES,
-    PAIR_JOB,
+    JOB,
     SUM,
     Geometry,
     Struct,
@@ -28,32 +28,39 @@ from kfac_engine.kernels.geometry import (
     words,
 )
 from kfac_engine.kernels.launch import Device
-from kfac_engine.kernels.moments import TILE, Scales
+from kfac_engine.kernels.moments import (
+    TILE,
+    UNIT_DEPTH,
+    Layer,
+    Pass,
+    Scales,
+    add_unit_products,
+)
 from kfac_engine.kernels.pairs import (
     DEPTH,
     ROW_DEPTH,
-    PairLayer,
-    PairPass,
     add_pair_products,
     padded,
 )
-from kfac_engine.kernels.patches import add_border
-from kfac_engine.kernels.tuned import PATCHES, PIXELS, ROWS, Choice
+from kfac_engine.kernels.patches import add_borders
+from kfac_engine.kernels.tuned import PATCHES, PIXELS, ROWS, UNITS, Choice
 
-# Least number of positions of a block.
-_SHORTEST = 1024
+# Least number of positions of a block: with fewer, its start dominates.
+_SHORTEST = {"patch_products": 512, "pair_products": 1024, "pair_rows": 1024}
 # Largest number of layers of a group: each block searches its layer.
 _MOST_LAYERS = 32
 _PAIR_BYTES = 4
 # Largest memory of the pairs of a layer, which kernels count in 32 bits.
 _MOST_BYTES = 2**32 - 1
+# Sources of the ways that copy nothing.
+_SOURCES = {UNITS: "patch_products", ROWS: "pair_rows"}
 # Cost of a copied tile of 64 features at a position, in positions of a product of two tiles: 512
 # bytes at 3.6 TB/s take as long as 4 x 4096 multiplications at 100 T/s.
 _COPY = 4
 
 
 class _Moment(NamedTuple):
-    """A call of ``PairMoments.add``."""
+    """A call of ``MomentGroups.add``."""
 
     x: Array
     window: Window
@@ -70,7 +77,7 @@ class _Moment(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _HostPass:
-    """A ``PairPass`` of one layer, as arrays of the host."""
+    """A ``Pass``, as arrays of the host."""
 
     grids: npt.NDArray[np.void]
     jobs: Mapping[tuple[str, int], npt.NDArray[np.void]]
@@ -80,19 +87,20 @@ class _HostPass:
 
 
 class _Geometries(NamedTuple):
-    """The geometries of a ``PairLayer``."""
+    """The geometries of a ``Layer``."""
 
     geometry: Geometry
-    copied: Geometry
+    copied: Geometry | None  # None on FP32 units
     taps: Struct | None
 
 
-class PairMoments:
-    """Computes Gram matrices of patches on one device by pairs of half-precision numbers.
+class MomentGroups:
+    """Computes Gram matrices of patches on one device, by groups of layers.
 
     A quarter of ``scratch_bytes`` bounds the images that wait, and their pairs; half bounds the
     partial results. Of one layer alone, the pairs take up to half. ``products`` is the number of
-    products of tensor cores for each product: 3 has float32 accuracy, 1 has 11 bits.
+    products of tensor cores for each product of pairs of half-precision numbers: 3 has float32
+    accuracy, 1 has 11 bits.
     """
 
     def __init__(self, device: Device, products: int) -> None:
@@ -100,7 +108,7 @@ class PairMoments:
         self._products = products
         self._ways: dict[tuple[object, ...], tuple[str, ...]] = {}
         self._plans: dict[tuple[object, ...], tuple[_HostPass, ...]] = {}
-        self._groups: dict[tuple[object, ...], tuple[PairPass, ...]] = {}
+        self._groups: dict[tuple[object, ...], tuple[Pass, ...]] = {}
         self._geometries: dict[tuple[object, ...], _Geometries] = {}
         self._waiting: list[_Moment] = []
         self._gathers = False
@@ -179,18 +187,21 @@ class PairMoments:
 
     def flush(self, scratch_bytes: int) -> None:
         """Compute all matrices that wait."""
-        group: list[_Moment] = []
-        parts = 0
+        kinds: dict[tuple[object, ...], list[_Moment]] = {}
         waiting, self._waiting = self._waiting, []
         for moment in waiting:
-            added = sum(part.parts for part in self._plan(moment, scratch_bytes))
-            full = parts + added > _capacity(scratch_bytes) or len(group) == _MOST_LAYERS
-            if group and (full or moment.x.dtype != group[0].x.dtype):
-                self._compute(group, scratch_bytes)
-                group, parts = [], 0
-            group.append(moment)
-            parts += added
-        if group:
+            kinds.setdefault((moment.x.dtype, moment.choice.way == UNITS), []).append(moment)
+        for moments in kinds.values():
+            group: list[_Moment] = []
+            parts = 0
+            for moment in moments:
+                added = sum(part.parts for part in self._plan(moment, scratch_bytes))
+                full = parts + added > _capacity(scratch_bytes) or len(group) == _MOST_LAYERS
+                if group and full:
+                    self._compute(group, scratch_bytes)
+                    group, parts = [], 0
+                group.append(moment)
+                parts += added
             self._compute(group, scratch_bytes)
 
     # -- private ----------------------------------------------------------------------------------
@@ -202,26 +213,31 @@ class PairMoments:
             plans = [self._plan(moment, scratch_bytes) for moment in group]
             host = plans[0] if len(plans) == 1 else (_joined([plan[0] for plan in plans]),)
             self._groups[key] = tuple(self._uploaded(part) for part in host)
-        layers = []
-        for moment in group:
-            x, how = moment.x, moment.how
-            scales = Scales(moment.window.taps * x.shape[1], how.alpha, how.beta)
-            layers.append(PairLayer(x, moment.out, *self._geometries_of(moment), scales))
-        add_pair_products(self._device, layers, self._groups[key], self._products)
-        for moment, layer in zip(group, layers, strict=True):
-            if moment.how.homogeneous:
-                add_border(self._device, layer.x, layer.out, layer.geometry, layer.scales)
+        layers = [self._layer(moment) for moment in group]
+        if group[0].choice.way == UNITS:
+            add_unit_products(self._device, layers, self._groups[key])
+        else:
+            add_pair_products(self._device, layers, self._groups[key], self._products)
+        bordered = zip(group, layers, strict=True)
+        borders = [layer for moment, layer in bordered if moment.how.homogeneous]
+        if borders:
+            add_borders(self._device, borders)
 
     def _plan(self, moment: _Moment, scratch_bytes: int) -> tuple[_HostPass, ...]:
         key = (scratch_bytes, *moment.key)
         if key not in self._plans:
-            recipe = _recipe(moment.choice.way, moment.window, moment.x.shape)
+            way = moment.choice.way
+            recipe = _recipe(way, moment.window, moment.x.shape)
             blocks = moment.choice.blocks * self._device.processors
-            by_rows = moment.choice.way == ROWS
-            capacity = _capacity(scratch_bytes)
-            host = plan(recipe, len(moment.x), blocks, capacity, by_rows=by_rows)
+            source = _SOURCES.get(way, "pair_products")
+            host = plan(recipe, len(moment.x), blocks, _capacity(scratch_bytes), source)
             self._plans[key] = host
         return self._plans[key]
+
+    def _layer(self, moment: _Moment) -> Layer:
+        x, window, how = moment.x, moment.window, moment.how
+        scales = Scales(window.taps * x.shape[1], how.alpha, how.beta)
+        return Layer(x, moment.out, scales, *self._geometries_of(moment))
 
     def _geometries_of(self, moment: _Moment) -> _Geometries:
         x, window, way = moment.x, moment.window, moment.choice.way
@@ -230,36 +246,38 @@ class PairMoments:
             whole = image_geometry(x, window)
             pixels = whole.of_pixels
             self._geometries[key] = {
+                UNITS: _Geometries(whole, None, None),
                 ROWS: _Geometries(whole, pixels, None),
                 PIXELS: _Geometries(whole, pixels, whole.taps),
                 PATCHES: _Geometries(whole, whole, pixels.taps),
             }[way]
         return self._geometries[key]
 
-    def _uploaded(self, host: _HostPass) -> PairPass:
+    def _uploaded(self, host: _HostPass) -> Pass:
         upload = self._device.upload
         jobs = {kind: upload(words(table)) for kind, table in host.jobs.items()}
         grids, sums = upload(words(host.grids)), upload(words(host.sums))
-        return PairPass(grids, jobs, sums, upload(host.sources), host.parts)
+        return Pass(grids, jobs, sums, upload(host.sources), host.parts)
 
 
 def plan(
-    recipe: Recipe, images: int, blocks: int, capacity: int, *, by_rows: bool
+    recipe: Recipe, images: int, blocks: int, capacity: int, source: str
 ) -> tuple[_HostPass, ...]:
     """Return the passes of one layer, with arrays of the host.
 
     Each pass computes different tiles, and has at most ``capacity`` partial results if one tile
-    does not need more. The products are divided into ``blocks`` pieces or less. ``by_rows`` plans
-    blocks of ``pair_rows.cu``.
+    does not need more. The products are divided into ``blocks`` pieces or less. ``source`` is the
+    source of the kernel.
     """
     each = -(-recipe.width // TILE)
     terms = (part for terms in recipe.terms.values() for part, _ in terms)
-    boxes = _blocks(dict.fromkeys(terms), each, by_rows=by_rows)
+    boxes = _blocks(dict.fromkeys(terms), each, source)
     total = sum(images * recipe.positions(block.grid) for block in boxes)
-    step = ROW_DEPTH if by_rows else DEPTH * (2 - each % 2)
-    length = recipes.piece_length(total, blocks, _SHORTEST, step)
+    steps = {"patch_products": UNIT_DEPTH, "pair_rows": ROW_DEPTH}
+    step = steps.get(source, DEPTH * (2 - each % 2))
+    length = recipes.piece_length(total, blocks, _SHORTEST[source], step)
     groups = recipes.fitting(recipe, images, length, capacity)
-    return tuple(_pass(recipe, images, length, group, by_rows=by_rows) for group in groups)
+    return tuple(_pass(recipe, images, length, group, source) for group in groups)
 
 
 class _Block(NamedTuple):
@@ -271,9 +289,9 @@ class _Block(NamedTuple):
     products: dict[int, Product]
 
 
-def _blocks(needed: dict[Product, None], each: int, *, by_rows: bool) -> list[_Block]:
+def _blocks(needed: dict[Product, None], each: int, source: str) -> list[_Block]:
     """Return the blocks of all products, for ``each`` tiles of a tap."""
-    if each % 2 == 0:
+    if source != "patch_products" and each % 2 == 0:
         squares: dict[tuple[int, int, int], dict[int, Product]] = {}
         for part in needed:
             place = part.row % 2 * 2 + part.column % 2
@@ -282,7 +300,7 @@ def _blocks(needed: dict[Product, None], each: int, *, by_rows: bool) -> list[_B
             _Block(grid, (2 * r, 2 * r + 1), (2 * c, 2 * c + 1), products)
             for (grid, r, c), products in squares.items()
         ]
-    if by_rows:
+    if source != "pair_products":
         return [
             _Block(grid, (row, row), (column,), {0: part})
             for part in needed
@@ -299,13 +317,14 @@ def _blocks(needed: dict[Product, None], each: int, *, by_rows: bool) -> list[_B
     ]
 
 
-def _pass(recipe: Recipe, images: int, length: int, group: Terms, *, by_rows: bool) -> _HostPass:
+def _pass(recipe: Recipe, images: int, length: int, group: Terms, source: str) -> _HostPass:
     rows: list[tuple[object, ...]] = []
     pieces: dict[Product, list[int]] = {}
     count = 0
     needed = dict.fromkeys(part for terms in group.values() for part, _ in terms)
     each = -(-recipe.width // TILE)
-    for block in _blocks(needed, each, by_rows=by_rows):
+    variant = int(recipe.width % TILE == 0) if source == "patch_products" else 2 - each % 2
+    for block in _blocks(needed, each, source):
         stop = images * recipe.positions(block.grid)
         tiles = (*block.rows, *block.columns, *block.columns)[:4]
         for cut in range(0, stop, length):
@@ -324,7 +343,7 @@ def _pass(recipe: Recipe, images: int, length: int, group: Terms, *, by_rows: bo
         sums.append(recipe.sum_row(tile, begin, len(sources)))
     return _HostPass(
         np.concatenate([grid_struct(*box) for box in recipe.grids]),
-        {("pair_rows" if by_rows else "pair_products", 2 - each % 2): np.array(rows, PAIR_JOB)},
+        {(source, variant): np.array(rows, JOB)},
         np.array(sums, SUM),
         np.array(sources, np.int32),
         count,
@@ -373,7 +392,7 @@ def _recipe(way: str, window: Window, shape: tuple[int, ...]) -> Recipe:
     images, channels, *spatial_shape = shape
     sides = tuple(spatial_shape)
     if way != PATCHES:
-        return recipes.recipe_for(window, images, channels, sides, padded=True)
+        return recipes.recipe_for(window, images, channels, sides, padded=way != UNITS)
     outputs = window.output_shape(sides)
     return recipes.direct(pointwise(len(outputs)), window.taps * channels, outputs, padded=True)
 
@@ -400,7 +419,7 @@ def _cost(way: str, window: Window, shape: tuple[int, ...]) -> float:
 
 def _image_bytes(way: str, window: Window, shape: tuple[int, ...]) -> int:
     """Return the memory of the pairs of an image, zero if they are not copied."""
-    if way == ROWS:
+    if way in _SOURCES:
         return 0
     _, channels, *sides = shape
     outputs = window.output_shape(tuple(sides))
