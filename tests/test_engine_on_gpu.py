@@ -1,6 +1,5 @@
 """An engine on the GPU gives what an engine on the CPU gives, on a stand-in and on a device."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -8,13 +7,9 @@ import onnx
 import pytest
 
 import kfac_engine as ke
-from kfac_engine.backend import select
-from kfac_engine.backend.cuda import device, inverse_roots
-from kfac_engine.errors import BackendError
-from kfac_engine.sessions import device_session
+from kfac_engine.backend.cuda import inverse_roots
 from tests import models
 from tests.backend import cupy_standin
-from tests.cuda_on_cpu.module import compiler
 from tests.engine.test_engine import LOSSES, random_targets
 
 # Float32 statistics summed in another order, through an inverse of condition 1e3.
@@ -22,22 +17,10 @@ TOLERANCE = 1e-3
 STEPS = 3
 
 
-@pytest.fixture(params=["stand-in", pytest.param("device", marks=pytest.mark.gpu)])
-def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    caches = select._gpu, device._cupy
-    for cache in caches:
-        cache.cache_clear()
-    if request.param == "stand-in":
-        if compiler() is None:
-            pytest.skip("needs g++ to run kernels on the CPU")
-        cupy_standin.install(monkeypatch)
-    try:
-        select.select("cupy")
-    except BackendError as failure:
-        pytest.skip(str(failure))
-    yield request.param
-    for cache in caches:
-        cache.cache_clear()
+@pytest.fixture(params=cupy_standin.KINDS)
+def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    cupy_standin.begin(request.param, monkeypatch)
+    return request.param
 
 
 def trained(name: str, backend: str, **options: object) -> list[ke.Result]:
@@ -60,18 +43,17 @@ def host(array: object) -> np.ndarray:
     return array if isinstance(array, np.ndarray) else array.get()
 
 
+def same(found: object, wanted: np.ndarray, name: str) -> None:
+    atol = TOLERANCE * np.abs(wanted).max()
+    np.testing.assert_allclose(host(found), wanted, rtol=0, atol=atol, err_msg=name)
+
+
 @pytest.mark.parametrize("name", LOSSES)
 def test_three_steps_equal_cpu(gpu: str, name: str) -> None:
     for found, wanted in zip(trained(name, "cupy"), trained(name, "numpy"), strict=True):
         assert found.loss == pytest.approx(wanted.loss, rel=TOLERANCE)
         for parameter, natural in wanted.natural_gradients.items():
-            np.testing.assert_allclose(
-                host(found.natural_gradients[parameter]),
-                natural,
-                rtol=0,
-                atol=TOLERANCE * np.abs(natural).max(),
-                err_msg=parameter,
-            )
+            same(found.natural_gradients[parameter], natural, parameter)
 
 
 # They have kernels of their own: grouped filters, squared gradients, sums for scales.
@@ -115,13 +97,7 @@ def test_other_approximations_equal_cpu(gpu: str, name: str) -> None:
         for backend in ("cupy", "numpy")
     )  # fmt: skip
     for parameter, natural in wanted.natural_gradients.items():
-        np.testing.assert_allclose(
-            host(found.natural_gradients[parameter]),
-            natural,
-            rtol=0,
-            atol=TOLERANCE * np.abs(natural).max(),
-            err_msg=parameter,
-        )
+        same(found.natural_gradients[parameter], natural, parameter)
 
 
 def test_engine_returns_and_accepts_device_arrays(gpu: str) -> None:
@@ -142,9 +118,10 @@ def test_engine_returns_and_accepts_device_arrays(gpu: str) -> None:
     engine.set_parameters({name: host(value) for name, value in moved.items()})
 
 
-def test_device_choice_is_logged_once(gpu: str, caplog: pytest.LogCaptureFixture) -> None:
-    for cache in (select._gpu, device_session._say):
-        cache.cache_clear()
+def test_device_choice_is_logged_once(
+    gpu: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cupy_standin.forget(monkeypatch)
     with caplog.at_level("INFO", logger="kfac_engine"):
         for _ in range(2):
             ke.Engine.from_onnx(models.mlp(), loss="categorical", backend="cupy")
@@ -157,11 +134,6 @@ def test_step_reads_gpu_four_times_for_any_number_of_layers(
     monkeypatch: pytest.MonkeyPatch, width: int
 ) -> None:
     """Whether batch and result are finite, the largest numbers, and norms of gradients."""
-    if compiler() is None:
-        pytest.skip("needs g++ to run kernels on the CPU")
-    caches = select._gpu, device._cupy
-    for cache in caches:
-        cache.cache_clear()
     cupy_standin.install(monkeypatch)
     model = chain(layers=3 * width)
     engine = ke.Engine.from_onnx(model, loss="categorical", backend="cupy", damping=1e-2)
@@ -174,8 +146,6 @@ def test_step_reads_gpu_four_times_for_any_number_of_layers(
     # Inputs, output gradients and gradients: each once; two tables of addresses, and for each 32
     # second moments one of the moments and one of their bias rows.
     assert counts["uploads"] == 4 * layers + 3 + 2 * -(-2 * layers // 32)
-    for cache in caches:
-        cache.cache_clear()
 
 
 def chain(layers: int) -> onnx.ModelProto:
@@ -204,13 +174,7 @@ def test_powers_and_blocks_equal_cpu(gpu: str, case: str, monkeypatch: pytest.Mo
     pairs = zip(trained(name, "cupy", **options), trained(name, "numpy", **options), strict=True)
     for found, wanted in pairs:
         for parameter, natural in wanted.natural_gradients.items():
-            np.testing.assert_allclose(
-                host(found.natural_gradients[parameter]),
-                natural,
-                rtol=0,
-                atol=TOLERANCE * np.abs(natural).max(),
-                err_msg=parameter,
-            )
+            same(found.natural_gradients[parameter], natural, parameter)
 
 
 def test_reserved_gpu_memory_equals_report(gpu: str) -> None:
@@ -279,8 +243,7 @@ def test_regression_in_its_own_units_equals_cpu(gpu: str) -> None:
     assert found == pytest.approx(wanted, rel=TOLERANCE)
     # Adam, which moves the biases, divides the rounding of a gradient near zero by its size.
     for name in (name for name in on_cpu if name.endswith("weight")):
-        atol = TOLERANCE * np.abs(on_cpu[name]).max()
-        np.testing.assert_allclose(on_gpu[name], on_cpu[name], rtol=0, atol=atol, err_msg=name)
+        same(on_gpu[name], on_cpu[name], name)
 
 
 @pytest.mark.parametrize("optimizer", ["kfac", "muon"])

@@ -4,7 +4,6 @@ On a CPU the stand-in for CuPy says where arrays lie, and ONNX Runtime's provide
 on them by address: sessions, bindings and DLPack are those that a device has.
 """
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -13,53 +12,33 @@ import pytest
 
 import kfac_engine as ke
 from kfac_engine.backend import select
-from kfac_engine.backend.cuda import backend as cuda_backend, device
+from kfac_engine.backend.cuda import backend as cuda_backend
 from kfac_engine.backend.cuda.memory_space import CupyMemorySpace
 from kfac_engine.backend.memory_space import HOST
 from kfac_engine.bench.step_networks import resnet20
-from kfac_engine.errors import BackendError
 from kfac_engine.sessions import device_session
 from kfac_engine.sessions.device_session import has_provider
 from tests import models
 from tests.backend import cupy_standin
-from tests.cuda_on_cpu.module import compiler
 from tests.engine.test_buffers import normalised
 from tests.engine.test_engine import LOSSES
 from tests.engine.test_recurrent_engine import batch, classifier
-from tests.test_engine_on_gpu import TOLERANCE, chain, host, trained
-
-CACHES = (
-    select._gpu, select._gpu_memory_space, device._cupy,
-    device_session._obstacle, device_session._say,
-)  # fmt: skip
+from tests.test_engine_on_gpu import TOLERANCE, chain, host, same, trained
 
 
-def forget() -> None:
-    for cache in CACHES:
-        cache.cache_clear()
-
-
-@pytest.fixture(params=["stand-in", pytest.param("device", marks=pytest.mark.gpu)])
-def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    forget()
+@pytest.fixture(params=cupy_standin.KINDS)
+def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "stand-in":
-        if compiler() is None:
-            pytest.skip("needs g++ to run kernels on the CPU")
-        cupy_standin.install(monkeypatch)
-        monkeypatch.setattr(CupyMemorySpace, "kind", "cpu")
+        stand_in(monkeypatch)
     elif not has_provider("cuda"):
         pytest.skip("needs onnxruntime-gpu")
-    try:
-        select.select("cupy")
-    except BackendError as failure:
-        pytest.skip(str(failure))
-    yield request.param
-    forget()
+    cupy_standin.begin(request.param, monkeypatch)
+    return request.param
 
 
-def same(found: object, wanted: np.ndarray, name: str) -> None:
-    atol = TOLERANCE * np.abs(wanted).max()
-    np.testing.assert_allclose(host(found), wanted, rtol=0, atol=atol, err_msg=name)
+def stand_in(patch: pytest.MonkeyPatch) -> None:
+    cupy_standin.install(patch)
+    patch.setattr(CupyMemorySpace, "kind", "cpu")
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -93,11 +72,7 @@ def test_step_transfers_only_batch_and_few_numbers(
     monkeypatch: pytest.MonkeyPatch, layers: int
 ) -> None:
     """Up: inputs, targets, uniforms, six tables of addresses. Down: checks, norms and the loss."""
-    if compiler() is None:
-        pytest.skip("needs g++ to run kernels on the CPU")
-    forget()
-    cupy_standin.install(monkeypatch)
-    monkeypatch.setattr(CupyMemorySpace, "kind", "cpu")
+    stand_in(monkeypatch)
     engine, inputs, targets = begun(chain(layers))
     counts = cupy_standin.COUNTS
     counts.clear()
@@ -108,7 +83,6 @@ def test_step_transfers_only_batch_and_few_numbers(
     engine.set_parameters({name: value + 1 for name, value in engine.parameters.items()})
     assert counts["uploads"] == 1  # a table of addresses
     assert counts["reads"] + counts["downloads"] == 1
-    forget()
 
 
 def test_device_reads_are_independent_of_number_of_layers(
@@ -141,11 +115,7 @@ OPTIMIZERS = {
 def test_reads_of_optimizers_are_independent_of_number_of_layers(
     monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    if compiler() is None:
-        pytest.skip("needs g++ to run kernels on the CPU")
-    forget()
-    cupy_standin.install(monkeypatch)
-    monkeypatch.setattr(CupyMemorySpace, "kind", "cpu")
+    stand_in(monkeypatch)
     found = []
     for layers in (3, 12):
         engine, inputs, targets = begun(chain(layers))
@@ -155,7 +125,6 @@ def test_reads_of_optimizers_are_independent_of_number_of_layers(
             optimizer.step(inputs, targets)
         found.append(cupy_standin.COUNTS["reads"] + cupy_standin.COUNTS["downloads"])
     assert found[0] == found[1] <= 20  # a step with statistics
-    forget()
 
 
 # What a step of KfacOptimizer may start on a device, read from it and copy to it. A launch takes
@@ -167,11 +136,7 @@ BUDGETS = {
 
 
 def test_steps_of_resnet20_equal_cpu_within_budgets(monkeypatch: pytest.MonkeyPatch) -> None:
-    if compiler() is None:
-        pytest.skip("needs g++ to run kernels on the CPU")
-    forget()
-    cupy_standin.install(monkeypatch)
-    monkeypatch.setattr(CupyMemorySpace, "kind", "cpu")
+    stand_in(monkeypatch)
     monkeypatch.setattr(cuda_backend, "_PRODUCTS", 0)  # the fastest on a CPU
     network, batch = resnet20(side=8), 192  # as many Newton-Schulz iterations as large batches
     model = onnx.load_from_string(network.data)
@@ -204,7 +169,6 @@ def test_steps_of_resnet20_equal_cpu_within_budgets(monkeypatch: pytest.MonkeyPa
     assert not report.refreshed
     for kind, budget in BUDGETS.items():
         assert all(found[kind][name] <= most for name, most in budget.items()), found
-    forget()
 
 
 # -- what users give and get ----------------------------------------------------------------------
@@ -358,7 +322,6 @@ def test_memory_report_includes_model_on_gpu(gpu: str) -> None:
 
 
 def test_model_memory_space_is_logged_once(gpu: str, caplog: pytest.LogCaptureFixture) -> None:
-    forget()
     with caplog.at_level("INFO", logger="kfac_engine"):
         for _ in range(2):
             ke.Engine.from_onnx(models.mlp(), loss="categorical", backend="cupy")

@@ -3,12 +3,14 @@
 What goes to the host is counted: ``downloads`` whole arrays, ``reads`` single numbers. So is what
 starts work on the device: ``launches`` of kernels, ``calls`` of functions of CuPy. Kernels run on
 the CPU, thread by thread; streams are checked, see ``standin_streams``. Allocations of more than
-``memory.limit`` bytes fail. ``install`` puts it where ``import cupy`` finds it.
+``memory.limit`` bytes fail. ``install`` puts it where ``import cupy`` finds it, and ``begin`` takes
+it or the device.
 """
 
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import cache
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -17,8 +19,20 @@ import pytest
 from numpy.lib.mixins import NDArrayOperatorsMixin
 from scipy import linalg
 
+from kfac_engine.backend import select
+from kfac_engine.backend.cuda import device
+from kfac_engine.errors import BackendError
+from kfac_engine.sessions import device_session
 from tests.backend import standin_nccl, standin_solvers, standin_streams
-from tests.cuda_on_cpu.module import Module
+from tests.cuda_on_cpu.module import Module, compiler
+
+# What a fixture runs on.
+KINDS = ["stand-in", pytest.param("device", marks=pytest.mark.gpu)]
+# What is found out once in a process.
+CACHED = (
+    (select, "_gpu"), (select, "_gpu_memory_space"), (device, "_cupy"),
+    (device_session, "_obstacle"), (device_session, "_say"),
+)  # fmt: skip
 
 COUNTS: Counter[str] = Counter()
 # Functions that return a view where they can; a copy is a launch.
@@ -324,8 +338,26 @@ class _Cupy(ModuleType):
         return ndarray(np.full(shape, poison, kind))
 
 
+def forget(patch: pytest.MonkeyPatch) -> None:
+    """Find out anew what devices there are; what is known before returns with the patch's end."""
+    for module, name in CACHED:
+        patch.setattr(module, name, cache(getattr(module, name).__wrapped__))
+
+
+def begin(kind: str, patch: pytest.MonkeyPatch) -> None:
+    """Install the stand-in, or take the device; skip the test without one of them."""
+    (install if kind == "stand-in" else forget)(patch)
+    try:
+        select.select("cupy")
+    except BackendError as failure:
+        pytest.skip(str(failure))
+
+
 def install(patch: pytest.MonkeyPatch) -> None:
     """Let ``import cupy`` and ``import cupyx`` find the stand-in; forget what was counted."""
+    if compiler() is None:
+        pytest.skip("needs g++ to run kernels on the CPU")
+    forget(patch)
     COUNTS.clear()
     cupy = _Cupy("cupy")
     cupyx, scipy, dense = (ModuleType(n) for n in ("cupyx", "cupyx.scipy", "cupyx.scipy.linalg"))

@@ -3,19 +3,17 @@
 Only a stand-in can be made to have no memory.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 
 from kfac_engine.backend.cpu.backend import NumpyBackend
-from kfac_engine.backend.cuda import device
 from kfac_engine.backend.cuda.backend import CupyBackend
 from kfac_engine.backend.protocol import Backend
 from kfac_engine.backend.window import Window
 from kfac_engine.errors import MemoryLimitError
 from tests.backend import cupy_standin
-from tests.cuda_on_cpu.module import compiler
 
 # Float32 results of other orders of summation, relative to the largest entry.
 TOLERANCE = 3e-6
@@ -46,13 +44,9 @@ MOMENTS = {
 
 
 @pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[CupyBackend]:
-    if compiler() is None:
-        pytest.skip("needs g++ to run kernels on the CPU")
-    device._cupy.cache_clear()
+def gpu(monkeypatch: pytest.MonkeyPatch) -> CupyBackend:
     cupy_standin.install(monkeypatch)
-    yield CupyBackend(scratch_bytes=ASKED)
-    device._cupy.cache_clear()
+    return CupyBackend(scratch_bytes=ASKED)
 
 
 def computed(backend: Backend, name: str, before: Callable[[], None] = lambda: None) -> np.ndarray:

@@ -1,19 +1,15 @@
 """Primitives for groups, squares, sums, counts and draws, on the CPU and the GPU."""
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 
 from kfac_engine.backend.cpu.backend import NumpyBackend
-from kfac_engine.backend.cuda import device
 from kfac_engine.backend.cuda.backend import CupyBackend
 from kfac_engine.backend.protocol import Backend
 from kfac_engine.backend.window import Window, pointwise
-from kfac_engine.errors import BackendError, ShapeError
+from kfac_engine.errors import ShapeError
 from tests.backend import cupy_standin
 from tests.backend.truths import patches
-from tests.cuda_on_cpu.module import compiler
 
 # Sums of some hundred products of standard normal numbers, relative to the largest entry.
 TOLERANCE = {np.float32: 2e-6, np.float64: 1e-12}
@@ -21,22 +17,12 @@ WINDOW = Window((3, 2), (1, 2), (1, 1), (1, 0), (1, 1))
 GROUPS, OUTPUTS = 2, 3
 
 
-@pytest.fixture(params=["numpy", "stand-in", pytest.param("device", marks=pytest.mark.gpu)])
-def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Backend]:
+@pytest.fixture(params=["numpy", *cupy_standin.KINDS])
+def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Backend:
     if request.param == "numpy":
-        yield NumpyBackend(scratch_bytes=1 << 12)
-        return
-    device._cupy.cache_clear()
-    if request.param == "stand-in":
-        if compiler() is None:
-            pytest.skip("needs g++ to run kernels on the CPU")
-        cupy_standin.install(monkeypatch)
-    try:
-        yield CupyBackend(scratch_bytes=8 << 20)
-    except BackendError as failure:
-        pytest.skip(str(failure))
-    finally:
-        device._cupy.cache_clear()
+        return NumpyBackend(scratch_bytes=1 << 12)
+    cupy_standin.begin(request.param, monkeypatch)
+    return CupyBackend(scratch_bytes=8 << 20)
 
 
 def close(backend: Backend, found: object, wanted: np.ndarray, dtype: type) -> None:

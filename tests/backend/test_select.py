@@ -2,40 +2,25 @@
 
 import logging
 import sys
-from collections.abc import Iterator
 
 import pytest
 
 from kfac_engine.backend import select
 from kfac_engine.backend.cpu.backend import NumpyBackend
-from kfac_engine.backend.cuda import device
 from kfac_engine.backend.cuda.backend import CupyBackend
 from kfac_engine.backend.select import choice_reason
 from kfac_engine.errors import BackendError, UnknownNameError
 from tests.backend import cupy_standin
-from tests.cuda_on_cpu.module import compiler
 
 
 @pytest.fixture
-def forget() -> Iterator[None]:
-    """What is found is remembered for the process; each test asks anew."""
-    caches = select._gpu, device._cupy
-    for cache in caches:
-        cache.cache_clear()
-    yield
-    for cache in caches:
-        cache.cache_clear()
-
-
-@pytest.fixture
-def no_gpu(forget: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    cupy_standin.forget(monkeypatch)
     monkeypatch.setitem(sys.modules, "cupy", None)
 
 
 @pytest.fixture
-def gpu(forget: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    if compiler() is None:
-        pytest.skip("needs g++ to run kernels on the CPU")
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     cupy_standin.install(monkeypatch)
 
 

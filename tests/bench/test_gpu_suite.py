@@ -22,13 +22,8 @@ from kfac_engine.kernels.launch import MACROS, source
 from kfac_engine.kernels.tuned import BLOCKS, PATCHES, PIXELS, Choice
 from scripts import bench_tables
 from tests.backend import cupy_standin
-from tests.backend.test_select import forget
 from tests.cuda_on_cpu.device import ShimDevice
-from tests.cuda_on_cpu.module import compiler
 from tests.kernels.test_kernels_page import KERNEL
-
-__all__ = ["forget"]
-pytestmark = pytest.mark.usefixtures("forget")
 
 
 def test_the_network_has_the_parameters_it_is_known_for() -> None:
@@ -45,8 +40,6 @@ SIZES = gpu_meter.Sizes(images=2, channels=3, side=6, matrix=140, ids=200, class
 @pytest.fixture
 def meter(monkeypatch: pytest.MonkeyPatch) -> gpu_meter.Meter:
     """On the stand-in, whose times mean nothing."""
-    if compiler() is None:
-        pytest.skip("needs g++ to run kernels on the CPU")
     cupy_standin.install(monkeypatch)
     monkeypatch.setattr(inverse_roots, "LEAST_SIZES", {90: 2})
     backend = select.select("cupy")

@@ -1,17 +1,13 @@
 """Engines of several ranks with arrays of CuPy equal one process, on a stand-in and on a device."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 
 import kfac_engine as ke
-from kfac_engine.backend import select
-from kfac_engine.backend.cuda import device
 from tests import models
 from tests.backend import cupy_standin
-from tests.cuda_on_cpu.module import compiler
 from tests.distributed.test_distributions import CUTS, DISTRIBUTIONS, batches
 from tests.distributed.threads import rows_of, run
 
@@ -28,22 +24,9 @@ CASES = {
 }
 
 
-@pytest.fixture(params=["stand-in", pytest.param("device", marks=pytest.mark.gpu)])
-def cupy(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    caches = select._gpu, device._cupy
-    for cache in caches:
-        cache.cache_clear()
-    if request.param == "stand-in":
-        if compiler() is None:
-            pytest.skip("needs g++ to run kernels on the CPU")
-        cupy_standin.install(monkeypatch)
-    try:
-        select.select("cupy")
-    except ke.BackendError as failure:
-        pytest.skip(str(failure))
-    yield
-    for cache in caches:
-        cache.cache_clear()
+@pytest.fixture(params=cupy_standin.KINDS)
+def cupy(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    cupy_standin.begin(request.param, monkeypatch)
 
 
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)

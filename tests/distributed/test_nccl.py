@@ -2,7 +2,7 @@
 
 import inspect
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from threading import local
@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 import kfac_engine as ke
-from kfac_engine.backend import select
 from kfac_engine.backend.cuda import device
 from kfac_engine.distributed import nccl
 from kfac_engine.distributed.nccl import OverNCCL
@@ -47,32 +46,22 @@ class Devices:
         return run(self.size, on_device)
 
 
-@pytest.fixture(params=["stand-in", pytest.param("device", marks=pytest.mark.gpu)])
-def devices(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Devices]:
-    caches = select._gpu, device._cupy
-    for cache in caches:
-        cache.cache_clear()
-    real = request.param == "device"
-    if not real:
-        cupy_standin.install(monkeypatch)
+@pytest.fixture(params=cupy_standin.KINDS)
+def devices(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Devices:
+    cupy_standin.begin(request.param, monkeypatch)
     try:
         device.load_nccl()
-        xp = device._cupy()
-        yield Devices(xp, xp.cuda.runtime.getDeviceCount() if real else 3, real)
     except ke.BackendError as failure:
         pytest.skip(str(failure))
-    finally:
-        for cache in caches:
-            cache.cache_clear()
+    xp, real = device._cupy(), request.param == "device"
+    return Devices(xp, xp.cuda.runtime.getDeviceCount() if real else 3, real)
 
 
 @pytest.fixture
-def standin(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def standin(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The stand-in for CuPy."""
-    device._cupy.cache_clear()
     cupy_standin.install(monkeypatch)
-    yield device._cupy()
-    device._cupy.cache_clear()
+    return device._cupy()
 
 
 COUNTS = {

@@ -7,13 +7,11 @@ ONNX Runtime's provider for the CPU reads and writes them by address.
 import logging
 import subprocess
 import sys
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
 
 from kfac_engine.backend import select
-from kfac_engine.backend.cuda import device
 from kfac_engine.backend.cuda.backend import CupyBackend
 from kfac_engine.backend.cuda.memory_space import CupyMemorySpace
 from kfac_engine.backend.memory_space import HOST, HostMemory, stays_on_host
@@ -23,7 +21,6 @@ from kfac_engine.graph.write import compact_model
 from kfac_engine.sessions import device_session
 from kfac_engine.sessions.device_session import DeviceSession, available_memory_space, has_provider
 from tests.backend import cupy_standin, standin_streams
-from tests.cuda_on_cpu.module import compiler
 
 FLOAT, INT, BOOL = np.dtype(np.float32), np.dtype(np.int64), np.dtype(np.bool_)
 X = np.random.default_rng(0).normal(size=(3, 4)).astype(np.float32)
@@ -40,24 +37,14 @@ RESULTS = ("y", "shape", "positive")
 ROUNDING = 1e-6
 
 
-@pytest.fixture(params=["stand-in", pytest.param("device", marks=pytest.mark.gpu)])
-def gpu(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[CupyMemorySpace]:
-    device._cupy.cache_clear()
-    if request.param == "stand-in":
-        if compiler() is None:
-            pytest.skip("needs g++ to run kernels on the CPU")
-        cupy_standin.install(monkeypatch)
-        monkeypatch.setattr(CupyMemorySpace, "kind", "cpu")
-    elif not has_provider("cuda"):
+@pytest.fixture(params=cupy_standin.KINDS)
+def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> CupyMemorySpace:
+    if request.param == "device" and not has_provider("cuda"):
         pytest.skip("needs onnxruntime-gpu")
-    try:
-        yield CupyMemorySpace(CupyBackend(), tf32=False)
-    except BackendError as failure:
-        pytest.skip(str(failure))
-    finally:
-        device._cupy.cache_clear()
+    cupy_standin.begin(request.param, monkeypatch)
+    if request.param == "stand-in":
+        monkeypatch.setattr(CupyMemorySpace, "kind", "cpu")
+    return CupyMemorySpace(CupyBackend(), tf32=False)
 
 
 def session(
@@ -254,13 +241,8 @@ class Wrong(Elsewhere):
 
 
 @pytest.fixture(autouse=True)
-def forget() -> Iterator[None]:
-    caches = device_session._obstacle, device_session._say
-    for cache in caches:
-        cache.cache_clear()
-    yield
-    for cache in caches:
-        cache.cache_clear()
+def forget(monkeypatch: pytest.MonkeyPatch) -> None:
+    cupy_standin.forget(monkeypatch)
 
 
 def test_memory_space_is_used_after_successful_trial(caplog: pytest.LogCaptureFixture) -> None:
@@ -334,15 +316,8 @@ def test_small_integers_stay_on_the_host(dtype: np.dtype, rank: int, stays: bool
 def test_tf32_option_follows_backend(
     monkeypatch: pytest.MonkeyPatch, name: str, tf32: bool
 ) -> None:
-    if compiler() is None:
-        pytest.skip("needs g++ to run kernels on the CPU")
-    caches = select._gpu, select._gpu_memory_space, device._cupy
-    for cache in caches:
-        cache.cache_clear()
     cupy_standin.install(monkeypatch)
     memory_space = select.memory_space_of(select.select(name))
     assert memory_space.tf32 is tf32
     assert select.memory_space_of(select.select(name)) is memory_space
     assert select.memory_space_of(select.select("numpy")) is HOST
-    for cache in caches:
-        cache.cache_clear()

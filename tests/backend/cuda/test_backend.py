@@ -1,7 +1,6 @@
 """The CuPy backend equals the NumPy backend in every primitive, on a stand-in and on a device."""
 
 import inspect
-from collections.abc import Iterator
 
 import ml_dtypes
 import numpy as np
@@ -9,16 +8,14 @@ import pytest
 
 from kfac_engine.backend.cpu.backend import NumpyBackend
 from kfac_engine.backend.cpu.linear_algebra import NumpyLinearAlgebra
-from kfac_engine.backend.cuda import device
 from kfac_engine.backend.cuda.backend import CupyBackend
 from kfac_engine.backend.cuda.linear_algebra import CupyLinearAlgebra
 from kfac_engine.backend.protocol import Backend, LinearAlgebra
 from kfac_engine.backend.window import Window
-from kfac_engine.errors import BackendError, InputError, NonFiniteError, ShapeError
+from kfac_engine.errors import InputError, NonFiniteError, ShapeError
 from tests.backend import cupy_standin
 from tests.backend.geometries import CORNERS, STRIDED, Case
 from tests.backend.single_matrices import OPERATIONS, damped_inverse, triangular_inverse
-from tests.cuda_on_cpu.module import compiler
 
 NUMPY = NumpyBackend()
 # Float32 results of other orders of summation, relative to the largest entry.
@@ -27,21 +24,10 @@ FLOAT64 = 1e-12
 TOLERANCE = {np.float32: FLOAT32, np.float64: FLOAT64}
 
 
-@pytest.fixture(params=["stand-in", pytest.param("device", marks=pytest.mark.gpu)])
-def backend(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[CupyBackend]:
-    device._cupy.cache_clear()
-    if request.param == "stand-in":
-        if compiler() is None:
-            pytest.skip("needs g++ to run kernels on the CPU")
-        cupy_standin.install(monkeypatch)
-    try:
-        yield CupyBackend(scratch_bytes=8 << 20)
-    except BackendError as failure:
-        pytest.skip(str(failure))
-    finally:
-        device._cupy.cache_clear()
+@pytest.fixture(params=cupy_standin.KINDS)
+def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> CupyBackend:
+    cupy_standin.begin(request.param, monkeypatch)
+    return CupyBackend(scratch_bytes=8 << 20)
 
 
 def whole(lower: np.ndarray) -> np.ndarray:
@@ -194,9 +180,6 @@ def test_invalid_operands_raise_errors_of_numpy_backend(backend: CupyBackend) ->
 
 
 def test_second_moment_copies_nothing_to_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    if compiler() is None:
-        pytest.skip("needs g++ to run kernels on the CPU")
-    device._cupy.cache_clear()
     cupy_standin.install(monkeypatch)
     backend = CupyBackend(scratch_bytes=8 << 20)
     x = backend.asarray(np.ones((2, 3, 5, 5), np.float32))
@@ -208,4 +191,3 @@ def test_second_moment_copies_nothing_to_host(monkeypatch: pytest.MonkeyPatch) -
     assert cupy_standin.COUNTS["downloads"] == cupy_standin.COUNTS["reads"] == 0
     # Four arrays of the plan, once; for each call, tables of addresses for products and bias rows.
     assert cupy_standin.COUNTS["uploads"] == 4 + 3 * 2
-    device._cupy.cache_clear()

@@ -1,7 +1,6 @@
 """Many matrices at once on a GPU: as each alone, with the device read once for all of them."""
 
 import logging
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -31,28 +30,16 @@ LARGE = device.STACKED_SIZE + 3
 
 
 @pytest.fixture
-def backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[CupyBackend]:
+def backend(monkeypatch: pytest.MonkeyPatch) -> CupyBackend:
     """On the stand-in, which must compile its probe: a device is asked in ``make test-gpu``."""
-    yield from _backends(monkeypatch, "stand-in")
+    cupy_standin.begin("stand-in", monkeypatch)
+    return CupyBackend(scratch_bytes=64 << 20)
 
 
-@pytest.fixture(params=["stand-in", pytest.param("device", marks=pytest.mark.gpu)])
-def either(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[CupyBackend]:
-    yield from _backends(monkeypatch, request.param)
-
-
-def _backends(patch: pytest.MonkeyPatch, kind: str) -> Iterator[CupyBackend]:
-    device._cupy.cache_clear()
-    if kind == "stand-in":
-        cupy_standin.install(patch)
-    try:
-        yield CupyBackend(scratch_bytes=64 << 20)
-    except BackendError as failure:
-        pytest.skip(str(failure))
-    finally:
-        device._cupy.cache_clear()
+@pytest.fixture(params=cupy_standin.KINDS)
+def either(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> CupyBackend:
+    cupy_standin.begin(request.param, monkeypatch)
+    return CupyBackend(scratch_bytes=64 << 20)
 
 
 def spd(side: int, seed: int, dtype: type = np.float32) -> np.ndarray:

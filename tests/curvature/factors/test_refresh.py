@@ -8,7 +8,6 @@ import pytest
 import kfac_engine as ke
 from kfac_engine.backend.cpu.backend import NumpyBackend
 from kfac_engine.backend.cpu.linear_algebra import NumpyLinearAlgebra
-from kfac_engine.backend.cuda import device
 from kfac_engine.backend.cuda.backend import CupyBackend
 from kfac_engine.backend.protocol import Backend
 from kfac_engine.curvature.factors.base import refresh
@@ -131,7 +130,6 @@ def test_dampings_depend_on_the_traces_of_the_current_averages() -> None:
 def test_the_device_is_read_as_often_for_many_layers_as_for_one(
     exps: tuple[float, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    device._cupy.cache_clear()
     cupy_standin.install(monkeypatch)
     counts = []
     for layers in (1, 7):
@@ -152,4 +150,3 @@ def test_the_device_is_read_as_often_for_many_layers_as_for_one(
         counts.append((cupy_standin.COUNTS["downloads"], cupy_standin.COUNTS["reads"]))
     # Traces with the finite checks; then the codes; for roots also the smallest eigenvalues.
     assert counts == [(2 if exps == (-1,) else 3, 0)] * 2
-    device._cupy.cache_clear()
