@@ -64,7 +64,8 @@ def test_steps_equal_those_of_one_process(name, size, reduction, distribution):
 # Rows of the sets of an equation in each part of the batch, and in each process of "ranks".
 DIVIDED = {
     "parts": {"inside x": [0, 4, 15, 20], "ends x": [0, 5, 7, 8]},
-    "ranks": {"inside x": [0, 13, 20], "ends x": [0, 2, 8]},
+    "replicate": {"inside x": [0, 13, 20], "ends x": [0, 2, 8]},
+    "shard": {"inside x": [0, 1, 9, 20], "ends x": [0, 3, 7, 8]},
 }
 
 
@@ -77,7 +78,10 @@ def test_sets_of_examples_have_the_random_targets_of_one_process(name, division)
     parts = [{n: inputs[n][start:stop] for n, (start, stop) in each.items()} for each in pairs]
 
     def stepped(batch, communicator=None):
-        engine = ke.Engine.from_onnx(model, loss=losses, communicator=communicator, threads=1)
+        options = {} if communicator is None else {"distribution": division}
+        engine = ke.Engine.from_onnx(
+            model, loss=losses, communicator=communicator, threads=1, **options
+        )
         if name == "step of the engine":
             results = [engine.step(batch, gradients="all") for _ in range(3)]
             return results[-1].loss, results[-1].natural_gradients
