@@ -131,7 +131,7 @@ def run_backward(
     loss, cotangents = objective.value_and_cotangents(trace, times, observation, residuals, each)
     _finite(loss)
     if outputs is None or ratio is None:
-        gradients = trace.writable_vjp(cotangents, parameters)
+        gradients = trace.writable_vjp(cotangents, parameters) if parameters else {}
         return BackwardResult(loss, gradients, each=tuple(each))
     gradients, read = trace.vjp_pair(cotangents, parameters, outputs)
     for gradient in gradients.values():
@@ -293,8 +293,10 @@ class BatchPasses:
         residuals: Residuals | None = None,
         features: FeaturePowers | None = None,
         outputs: Sequence[str] | None = None,
+        *,
+        losses_alone: bool = False,
     ) -> BackwardResult:
-        """Differentiate the shard of a batch.
+        """Differentiate the shard of a batch, or compute its losses alone.
 
         The result has gradients of ``outputs`` as well, if the batch has one part; see
         ``run_backward``. ``residuals`` receives the residuals of this process, and ``features`` the
@@ -307,7 +309,12 @@ class BatchPasses:
 
         def differentiate(trace: Trace, observation: Observation) -> BackwardResult:
             backward = self._differentiate(
-                trace, observation, read, residuals, update_buffers=update_buffers
+                trace,
+                observation,
+                () if losses_alone else tuple(self.model.parameters),
+                read,
+                residuals,
+                update_buffers=update_buffers,
             )
             if backward.buffers:
                 buffers.append((self.objective.examples(trace), backward.buffers))
@@ -325,15 +332,16 @@ class BatchPasses:
         self,
         trace: Trace,
         observation: Observation,
+        parameters: Sequence[str],
         outputs: Sequence[str] | None,
         residuals: Residuals | None,
         *,
         update_buffers: bool,
     ) -> BackwardResult:
         """Compute loss and gradients of a shard; see ``run_backward`` for the arguments."""
-        parameters, objective = tuple(self.model.parameters), self.objective
+        arguments = observation, parameters, outputs, residuals
         try:
-            backward = run_backward(trace, objective, observation, parameters, outputs, residuals)
+            backward = run_backward(trace, self.objective, *arguments)
             check_finite(backward.gradients, self.model.memory_space)
         except NonFiniteError as error:
             self._raise_with_origin(error, trace)
@@ -355,6 +363,7 @@ class BatchPasses:
         update_buffers: bool = True,
         outputs: Sequence[str] | None = None,
         division: Division | None = None,
+        losses_alone: bool = False,
     ) -> StepGradients:
         """Differentiate a batch of all processes, and update running statistics.
 
@@ -365,8 +374,11 @@ class BatchPasses:
             update_buffers: Whether running statistics change.
             outputs: As for ``gradients``.
             division: Divides the gradients among processes; None for all gradients on each.
+            losses_alone: Whether no gradients are computed.
         """
-        backward = self.gradients(traced, update_buffers, residuals, features, outputs)
+        backward = self.gradients(
+            traced, update_buffers, residuals, features, outputs, losses_alone=losses_alone
+        )
         norm = nan if self.shards.alone else self._norm(backward.gradients)
         numbers = backward.loss, norm, *backward.each
         (loss, bound, *each), residuals = self.shards.totals(numbers, residuals)

@@ -274,7 +274,9 @@ class SampleSpace(CurvatureProducts):
                 every = self._factors(trace, number, shape, losses) if self.rows > most else None
                 losses.append(every)
                 if local.size:
-                    blocks.append(scale * self._matrix(trace, number, shape, local, every))
+                    block = self._matrix(trace, number, shape, local, every)
+                    block *= scale
+                    blocks.append(block)
                 rows = start + local[:, None] * each + np.arange(each)
                 numbers.append(rows.reshape(-1))
                 scales.append(np.full(rows.size, scale))

@@ -380,10 +380,10 @@ class GaussNewton(Optimizer):
     ) -> Proposal:
         del undo  # after each try, the engine has its old parameters
         rate = scale * evaluated_rate(self._learning_rate, self.steps)
-        loss, gradients = self._gradients(batch, clock)
+        loss, _, _ = self._differentiated(batch, clock, losses_alone=True)
         parameters, slots = self._parameters(), self._new_slots()
         step = StepInputs(
-            gradients=gradients,
+            gradients={},  # the rows and the residuals take their place
             parameters=parameters,
             slots=self._slots,
             new_slots=slots,

@@ -109,7 +109,8 @@ class Rule(NamedTuple):
     relative: bool  # whether the damping is relative
     adaptation: DampingAdaptation | None  # how the damping changes; None if it is constant
     whole: bool = False  # whether statistics have all examples of a batch
-    measures: bool = True  # whether the update reads statistics and inverses
+    # Whether the update reads gradients, statistics and inverses, and not the rows of a batch.
+    measures: bool = True
 
 
 class Basis(NamedTuple):
@@ -298,9 +299,15 @@ class KfacOptimizer(Optimizer):
     ) -> Proposal:
         features = FeaturePowers(self.feature_inputs, self.engine.collection.backend)
         residuals = Residuals() if isinstance(self._given.update, AdaptiveLengthUpdate) else None
-        loss, gradients, of_all = self._differentiated(batch, clock, residuals, features)
+        # A step with rows reads no gradients, unless its batch has other examples.
+        of_rows = not self._rule.measures
+        loss, gradients, of_all = self._differentiated(
+            batch, clock, residuals, features, losses_alone=of_rows
+        )
         residuals = residuals and of_all
         basis = self._basis_with(batch, loss, residuals, clock, undo)
+        if of_rows and self._rule.measures:
+            _, gradients, _ = self._differentiated(batch, clock)
         if self._exact and basis.repeated.tries:
             basis, gradients = self._tried(basis, gradients, clock)
         step = self._inputs(gradients, basis, residuals, features, scale, clock)
@@ -588,12 +595,14 @@ class KfacOptimizer(Optimizer):
         division = divided(basis.batch, engine.example_axes, engine.collection.backend)
         if ranks.any(division is None) or division is None:
             return basis, gradients
+        passes, alone = engine.passes, not self._rule.measures
         with clock("gradients"):
             left_out = engine.loss(division.left_out)
-            result = engine.gradients(division.fitted)
-        repeated = basis.repeated.judged(result.loss, left_out)
-        basis = basis._replace(batch=division.fitted, loss=result.loss, repeated=repeated)
-        return basis, {name: result.gradients[name] for name in self._names}
+            fitted = passes.step_gradients(passes.traced(division.fitted), losses_alone=alone)
+        repeated = basis.repeated.judged(fitted.loss, left_out)
+        basis = basis._replace(batch=division.fitted, loss=fitted.loss, repeated=repeated)
+        in_file = passes.model.to_file_layout(fitted.shard.gradients)
+        return basis, {name: in_file[name] for name in self._names if name in in_file}
 
     def _judged(self, move: Move, repeated: RepeatedBatch) -> Move:
         """Return the move of a step; if its trial has failed, to where exact steps began."""

@@ -345,6 +345,8 @@ class Optimizer(Summarized, Sealed, ABC):
         clock: StageClock,
         residuals: Residuals | None = None,
         features: FeaturePowers | None = None,
+        *,
+        losses_alone: bool = False,
     ) -> tuple[float, dict[str, Array], Residuals]:
         """Return the loss, new arrays of gradients, and the residuals of all processes.
 
@@ -352,10 +354,12 @@ class Optimizer(Summarized, Sealed, ABC):
         """
         passes = self.engine.passes
         with clock("gradients"):
-            result = passes.step_gradients(passes.traced(batch), residuals, features)
+            traced = passes.traced(batch)
+            result = passes.step_gradients(traced, residuals, features, losses_alone=losses_alone)
             in_file = passes.model.to_file_layout(result.shard.gradients)
         self._losses = result.losses
-        return result.loss, {name: in_file[name] for name in self._names}, result.residuals
+        names = () if losses_alone else self._names
+        return result.loss, {name: in_file[name] for name in names}, result.residuals
 
     def _new_bytes(self) -> int:
         """Return the bytes of states whose memory is not used yet.
