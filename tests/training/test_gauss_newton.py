@@ -269,18 +269,6 @@ def test_parameters_stay_where_no_damping_lowers_the_loss():
     assert optimizer.damping == pytest.approx(3**8)
 
 
-@pytest.mark.parametrize("value", [np.nan, 1e300])
-def test_a_batch_that_is_not_finite_changes_nothing(value, tmp_path):
-    x, y = wave()
-    optimizer = optimizer_of(network([1, 4, 1]))
-    optimizer.step({"x": x}, y)
-    optimizer.save(tmp_path / "before")
-    with pytest.raises(ke.NonFiniteError):
-        optimizer.step({"x": x}, np.full_like(y, value))
-    optimizer.save(tmp_path / "after")
-    assert (tmp_path / "after").read_bytes() == (tmp_path / "before").read_bytes()
-
-
 def test_parts_of_a_batch_take_the_step_of_the_whole_batch():
     x, y = wave()
     whole, divided = (optimizer_of(network([1, 6, 1])) for _ in range(2))
@@ -289,20 +277,6 @@ def test_parts_of_a_batch_take_the_step_of_the_whole_batch():
         divided.step([({"x": x[:7]}, y[:7]), ({"x": x[7:]}, y[7:])])
     for name, value in whole.engine.parameters.items():
         np.testing.assert_allclose(divided.engine.parameters[name], value, rtol=0, atol=1e-9)
-
-
-def test_a_run_is_resumed_with_equal_bits(tmp_path):
-    x, y = wave()
-    whole, first, second = (optimizer_of(network([1, 6, 1])) for _ in range(3))
-    for _ in range(3):
-        whole.step({"x": x}, y)
-        first.step({"x": x}, y)
-    first.save(tmp_path / "state")
-    second.load(tmp_path / "state")
-    for _ in range(3):
-        assert second.step({"x": x}, y).loss == whole.step({"x": x}, y).loss
-    for name, value in whole.engine.parameters.items():
-        np.testing.assert_array_equal(second.engine.parameters[name], value)
 
 
 def test_fit_trains_with_the_optimizer_by_name():
@@ -414,23 +388,6 @@ def test_a_trial_that_overflows_on_one_rank_is_repeated_by_all():
     for found, of_rank in threads.run(2, trained):
         assert found == damping
         np.testing.assert_allclose(of_rank, w, rtol=SUMS)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"damping": 0}, "damping"),
-        ({"damping": 0.1, "l2": 0.2}, "damping is 0.1 and contains l2"),
-        ({"momentum": 1}, "momentum"),
-        ({"l2": -1}, "l2"),
-        ({"learning_rate": "auto"}, "learning_rate"),
-        ({"adapt_damping": "yes"}, "adapt_damping"),
-    ],
-    ids=lambda value: str(value)[:30],
-)
-def test_wrong_options_are_refused(options, message):
-    with pytest.raises(ke.InputError, match=message):
-        optimizer_of(linear(3), **options)
 
 
 def test_memory_has_the_rows_and_their_products():

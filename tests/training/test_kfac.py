@@ -325,25 +325,6 @@ def test_an_adapted_damping_has_a_lower_bound():
     assert ke.DampingAdaptation(min_damping=0.099).adapted(0.1, -1, -1)[0] == 0.099
 
 
-@pytest.mark.parametrize("case", ["auto", "auto, adapted damping", "rate"])
-@pytest.mark.parametrize("mode", ["exact", "gradients"])
-def test_a_run_resumes_with_equal_bits(case, mode, tmp_path):
-    def make():
-        return ke.KfacOptimizer(net.engine(estimation_mode=mode), **CASES[case][0])
-
-    whole, first, second = make(), make(), make()
-    run(whole)
-    run(first, range(17))
-    first.save(tmp_path / "state")
-    second.load(tmp_path / "state")
-    reports = run(second, range(17, STEPS))
-    assert any(report.refreshed for report in reports)
-    assert distance(whole.engine.parameters, second.engine.parameters) == 0
-    whole.save(tmp_path / "whole")
-    second.save(tmp_path / "second")
-    assert (tmp_path / "whole").read_bytes() == (tmp_path / "second").read_bytes()
-
-
 def test_a_failed_load_leaves_the_damping(tmp_path):
     ke.KfacOptimizer(engine(), damping=0.5).save(tmp_path / "state")
     other = ke.Engine.from_onnx(
@@ -353,39 +334,6 @@ def test_a_failed_load_leaves_the_damping(tmp_path):
     with pytest.raises(ke.InputError, match="another model or options"):
         optimizer.load(tmp_path / "state")
     assert (optimizer.damping, other.damping) == (0.25, 0.25)
-
-
-@pytest.mark.parametrize("case", ["auto", "rate"])
-def test_a_batch_with_nan_changes_nothing(case, tmp_path):
-    optimizer = ke.KfacOptimizer(net.engine(), **CASES[case][0])
-    run(optimizer, range(3))
-    optimizer.save(tmp_path / "before")
-    x, y = net.batch(4)
-    x[3, 2] = np.nan
-    with pytest.raises(ke.NonFiniteError):
-        optimizer.step({"x": x}, y)
-    optimizer.save(tmp_path / "after")
-    assert (tmp_path / "before").read_bytes() == (tmp_path / "after").read_bytes()
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"learning_rate": "fast"}, "must be a number, a function, 'auto' or 'quadratic'"),
-        ({"damping": 0}, "damping must be a positive number"),
-        ({"momentum": 1}, r"momentum must lie in \[0, 1\)"),
-        ({"adapt_damping": "yes"}, "adapt_damping must be True, False or a DampingAdaptation"),
-        ({"statistics_part": 1.5}, r"statistics_part must lie in \(0, 1\]"),
-        ({"statistics_every": 0}, "statistics_every must be a whole number of at least 1"),
-        ({"refresh_every": 2.5}, "refresh_every must be a whole number"),
-        ({"update_length": 0}, "update_length must be a positive number"),
-        ({"adam_rate": -1}, "adam_rate must be at least 0"),
-        ({"weight_decay": -1}, "weight_decay must be at least 0"),
-    ],
-)
-def test_a_wrong_option_is_refused(options, message):
-    with pytest.raises(ke.InputError, match=message):
-        ke.KfacOptimizer(engine(), **options)
 
 
 @pytest.mark.parametrize(

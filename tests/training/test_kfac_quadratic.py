@@ -224,35 +224,3 @@ def test_momentum_may_depend_on_the_step():
     optimizer = ke.KfacOptimizer(engine(), 0.02, momentum=lambda step: 1.0)
     with pytest.raises(ke.InputError, match="the momentum of step 0 must lie in"):
         optimizer.step({"x": x}, y)
-
-
-def test_a_run_resumes_with_equal_bits(tmp_path):
-    def make():
-        return ke.KfacOptimizer(engine(), adapt_damping=LM, l2=0.001, **BOTH)
-
-    whole, first, second = make(), make(), make()
-    for step in range(20):
-        x, y = net.batch(step)
-        whole.step({"x": x}, y)
-        if step < 13:
-            first.step({"x": x}, y)
-    first.save(tmp_path / "state")
-    second.load(tmp_path / "state")
-    for step in range(13, 20):
-        x, y = net.batch(step)
-        second.step({"x": x}, y)
-    assert distance(whole.engine.parameters, second.engine.parameters) == 0
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"momentum": "quadratic"}, "momentum='quadratic' needs learning_rate='quadratic'"),
-        ({"momentum": lambda step: 0.5}, "momentum must be a finite number"),
-        ({"l2": -1}, "l2 must be at least 0"),
-        ({"learning_rate": 1.0, "l2": 0.1}, "damping is 0.01 and contains l2, which is 0.1"),
-    ],
-)
-def test_a_wrong_option_is_refused(options, message):
-    with pytest.raises(ke.InputError, match=message):
-        ke.KfacOptimizer(engine(), **options)
