@@ -19,7 +19,7 @@ _NUMBERS = 6
 _MESSAGE_BYTES = 2000
 # Attribute of errors that all ranks raise.
 _MARK = "_raised_by_all_ranks"
-# Attribute of errors that one rank raises while the others wait in a message that is not a vote.
+# Attribute of errors that one rank raises while other ranks wait in a message that is not a vote.
 _ALONE = "_raised_by_one_rank"
 
 
@@ -32,9 +32,9 @@ class Agreement:
     """All ranks complete an operation, or all of them raise the same error.
 
     Ranks meet in votes: at the beginning or the end of an operation, and where they exchange
-    numbers. An error of one rank reaches the others in the next vote. Code after the last vote of
-    an operation must not fail. A message that is not a vote cannot exchange errors: one rank raises
-    them alone, and its program has to end (``exchanging``).
+    numbers. An error of one rank reaches all ranks in the next vote. Code after the last vote of an
+    operation must not fail. A message that is not a vote cannot exchange errors: a rank that fails
+    before it raises the error alone, and its program has to end (``exchanging``).
 
     Attributes:
         communicator: The ranks.
@@ -43,7 +43,7 @@ class Agreement:
 
     def __init__(self, communicator: Communicator) -> None:
         self.communicator, self.alone = communicator, communicator.size == 1
-        self._operations: list[str] = []  # the names of those that have begun
+        self._operations: list[str] = []  # names of the operations that have begun
 
     @property
     def rank(self) -> int:
@@ -61,9 +61,9 @@ class Agreement:
 
         Args:
             name: Name of the operation.
-            begins: Whether all ranks meet at the beginning, as messages that are not votes follow.
+            begins: Whether all ranks meet at the beginning, because messages without votes follow.
             ends: Whether all ranks meet at the end, so that all have succeeded. An operation that
-                ends with numbers of all ranks, or with messages, does not need this.
+                ends with numbers of all ranks, or with messages, does not need this vote.
         """
         return _NOTHING if self.alone else self._operation(name, begins=begins, ends=ends)
 
@@ -107,9 +107,9 @@ class Agreement:
     def exchanging(self) -> AbstractContextManager[None]:
         """Return a context for messages that are not votes, and for code right before them.
 
-        An error in it is raised by this rank alone. This rank does not vote on the error, because
-        the others may be in another message. All ranks have met before, and no code that may fail
-        has followed.
+        This rank raises an error of the context alone. It does not vote on the error, because
+        other ranks may be in another message. The context directly follows a vote of all ranks;
+        only code that cannot fail is between them.
         """
         return _NOTHING if self.alone else self._exchanging()
 
@@ -153,7 +153,7 @@ class Agreement:
     def _vote(
         self, numbers: Sequence[float] = (), error: Exception | None = None, *, count: int = 0
     ) -> Array:
-        """Vote: return numbers of all ranks, a part of ``count``, or raise the error of a rank."""
+        """Return the numbers of all ranks, some of ``count``, or raise the error of a rank."""
         ranks, place = self.communicator, "/".join((*self._operations, str(count)))
         table = np.zeros((ranks.size, 2 + _NUMBERS))
         table[ranks.rank, :2] = error is not None, crc32(place.encode())

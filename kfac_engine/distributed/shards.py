@@ -55,18 +55,19 @@ class RowRange:
 
 @dataclass(frozen=True, slots=True)
 class DrawAxis:
-    """Where the examples lie in random numbers."""
+    """Axis and order of the examples in an array of random numbers."""
 
     # Index of the axis that contains the examples, or the examples and their positions; a negative
     # index counts from the last axis.
     axis: int = 0
-    # Order on that axis. True: all examples at the first position, then all at the next one. False:
-    # all positions of the first example, then all of the next one. None: the order is not known.
+    # Order on that axis. True: all examples at the first position, then all examples at the next
+    # position. False: all positions of the first example, then all positions of the next example.
+    # None: the order is unknown.
     positions_first: bool | None = False
 
 
 class RowGenerator:
-    """Draws the numbers of some rows, where ``numpy.random.Generator`` draws all.
+    """Draws random numbers for some rows of a batch, as one process draws them for all rows.
 
     The generator advances past the numbers of all rows.
 
@@ -76,8 +77,8 @@ class RowGenerator:
     Args:
         rng: Generator with the state of one process; advanced by each draw.
         rows: The rows to draw.
-        placements: Place of the examples in the draws of each loss, by name; the first axis, with
-            positions behind examples, where absent.
+        placements: Axis of the examples in the draws of each loss, by name; without an entry, it
+            is the first axis, and the positions of an example follow one another.
         loss: Name of the loss that draws.
         rows_of: The rows to draw for a loss with examples of its own, by its name.
     """
@@ -154,7 +155,7 @@ class RowGenerator:
         return (drawn[0] if runs == 1 else np.concatenate([draw(0), *drawn])).reshape(size)
 
     def _layout(self, size: tuple[int, ...]) -> tuple[int, int]:
-        """Return how often the sequence of all examples repeats, and how many numbers each has."""
+        """Return how often the examples repeat in sequence, and how many numbers each one has."""
         placement = self._placements.get(self._loss, DrawAxis())
         axis, count = placement.axis % len(size), self._rows.count
         # Without an example, the number of positions on the axis cannot be determined.

@@ -1,8 +1,8 @@
 """Computes the parts of a batch one after another.
 
 The results of the parts are joined to the results of the batch. Reductions divide by the counts of
-all parts together. Each part has its rows in the batch, so that it draws the random targets of the
-batch.
+the whole batch. Each part knows its rows in the batch, so that it draws the random targets that the
+whole batch would draw.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -28,7 +28,7 @@ Inputs: TypeAlias = Mapping[str, Array] | Array | Sequence[Batch]
 def parts_of(inputs: Inputs, targets: Targets = None) -> Sequence[Batch]:
     """Return the parts of a batch as pairs of inputs and targets: one, unless a list is given.
 
-    Targets of a list of parts are in its pairs, and ``targets`` is then None.
+    The pairs of a list contain the targets; ``targets`` is then None.
     """
     if not isinstance(inputs, list | tuple):
         return [(inputs, weights_gathered(targets))]  # type: ignore[list-item] # the engine checks the inputs
@@ -126,11 +126,11 @@ class TracedParts:
         observe: Callable[[Trace], Observation],
         examples: int | None = None,
     ) -> None:
-        """Exchange the sizes of all parts, and set that of the batch; a collective call.
+        """Exchange the sizes of all parts, and set ``size``; a collective call.
 
         ``observe`` returns the targets of a part. Parts are evaluated unless an earlier pass has
-        exchanged their sizes. ``examples`` is the number of examples of the batch of this process,
-        if the parts have only some of them; the size is then the size of a batch of as many.
+        exchanged their sizes. ``examples`` is the number of examples of this process's shard, if
+        the parts have only some of them; ``size`` is then scaled to the whole batch.
         """
         single = len(self.parts) == 1
 
@@ -155,8 +155,8 @@ class TracedParts:
     def rows(self) -> Sequence[Sequence[RowRange]]:
         """For each part, the rows of this process in the batch, after ``count``.
 
-        The first rows are those among all examples. If there are several sets, those among the
-        examples of each loss function follow.
+        The first entry has the rows among all examples. If there are several sets of examples,
+        the rows among the examples of each loss function follow.
         """
         of_parts = [(part.rows, *part.of_losses) for part in self.exchanges]
         columns = [_within(column) for column in zip(*of_parts, strict=True)]

@@ -1,7 +1,7 @@
 """Passes a batch through a model, and returns its values, loss and gradients.
 
-A batch has one part or several, and the processes of a communicator have shards of it. Several
-parts are computed one after the other.
+Each process of a communicator has a shard of the batch. A shard has one part, or several that are
+computed one after another.
 """
 
 from collections import deque
@@ -50,23 +50,23 @@ class BackwardResult(NamedTuple):
 
     loss: float  # the reduced loss
     gradients: dict[str, Array]  # gradients of the loss by parameter, in new arrays
-    # Value to the gradient that statistics of the mode ``empirical`` read; None if statistics need
-    # a separate backward pass.
+    # By value, the gradients that statistics of the mode ``empirical`` read; None if statistics
+    # need a separate backward pass.
     outputs: dict[str, Array] | None = None
     # New running statistics, if they are computed.
     buffers: Mapping[str, Array] = MappingProxyType({})
     notes: tuple[str, ...] = ()  # notes on the axes of the batch
-    each: tuple[float, ...] = ()  # the addend of each loss function in the loss
+    each: tuple[float, ...] = ()  # the addend of each loss function in ``loss``
 
     def plus(self, other: "BackwardResult") -> "BackwardResult":
-        """Return the sum of the losses and gradients of two parts; the arrays are reused."""
+        """Return the sum of the losses and gradients of two parts, in the arrays of this result."""
         for name, gradient in other.gradients.items():
             self.gradients[name] += gradient
         each = tuple([one + more for one, more in zip(self.each, other.each, strict=True)])
         return BackwardResult(self.loss + other.loss, self.gradients, each=each)
 
     def times(self, factor: float) -> "BackwardResult":
-        """Return the product of loss and gradients with a number; the arrays are reused."""
+        """Return the loss and the gradients times a number; the arrays are reused."""
         for gradient in self.gradients.values():
             gradient *= factor
         each = tuple([loss * factor for loss in self.each])
@@ -77,9 +77,9 @@ class StepGradients(NamedTuple):
     """Loss and gradients of a step, over all processes."""
 
     loss: float
-    gradients: Mapping[str, Array | Rows]  # by parameter; those of a ``division`` if it is given
+    gradients: Mapping[str, Array | Rows]  # by parameter; with a division, its ``sum_gradients``
     bound: float | None  # an upper bound of the norm of the gradient; None in one process
-    residuals: Residuals  # of all processes, if those of this one are measured
+    residuals: Residuals  # over all processes, if this process measures its own
     losses: dict[str, float]  # the part of the loss of each output, if there are several
     notes: tuple[str, ...]  # notes on the axes of the batch
     shard: BackwardResult  # loss and gradients of this process
@@ -109,22 +109,22 @@ def run_backward(
 ) -> BackwardResult:
     """Compute the loss of a batch and its gradients.
 
-    In the mode ``empirical``, statistics read gradients of the reported loss times a number, and
-    one pass serves both. It computes gradients with this number, because statistics read more of
-    them; the gradients of parameters are divided by it in place.
+    In the mode ``empirical``, statistics read gradients of the reported loss times a number. One
+    pass yields these gradients and those of the parameters. The pass includes the number, because
+    statistics read more gradients. The parameters' gradients are then divided by it in place.
 
     Args:
-        trace: The batch.
+        trace: The evaluation of the batch.
         objective: The loss.
         observation: The targets of the batch.
-        parameters: Names.
+        parameters: Names of the parameters.
         outputs: Values whose gradients statistics of the mode ``empirical`` read; None in other
             modes, and if no statistics are due.
         residuals: Receives the squares of the gradients of the predictions.
 
     Returns:
-        Gradients of the parameters. Gradients of the outputs are included if the ratio between
-        the two is the same for all losses and predictions.
+        The loss and the gradients of the parameters. The gradients of ``outputs`` are included if
+        the number is the same for all losses and predictions.
     """
     ratio = None if outputs is None else objective.fisher_ratio(observation)
     times, each = ratio or 1.0, list[float]()
@@ -141,7 +141,7 @@ def run_backward(
 
 @contextmanager
 def origin_named(model: OnnxModel, trace: Trace, objective: Objective) -> Iterator[None]:
-    """Name the first node that is not finite in a ``NonFiniteError`` of the block.
+    """Name the first node with NaN or infinity in a ``NonFiniteError`` of the ``with`` block.
 
     The error does not change if no node is found.
     """
@@ -166,15 +166,15 @@ class BatchPasses:
 
     Attributes:
         model: The model.
-        task: Its losses and examples.
+        task: The losses and examples of the model.
         objective: Losses and reduction.
         example_axes: The axes of the examples in inputs and targets.
         arrays: Converts arrays of the model.
         shards: The processes, and their shards of the latest batch.
-        agreement: The operations of all processes; a single process agrees with itself.
+        agreement: Makes all processes continue, or raise the same error.
         history: Losses of the latest calls.
-        part_sizes: Examples of each process in each part of the latest batch.
-        absent: Numbers of the loss functions of which no target counts in the latest batch.
+        part_sizes: Number of examples of each process, for each part of the latest batch.
+        absent: Indices of the loss functions without a target that counts in the latest batch.
     """
 
     def __init__(self, assembly: Assembly) -> None:
@@ -189,7 +189,7 @@ class BatchPasses:
             lambda: self.arrays.on_host()[0],
         )
         self.agreement = self.shards.agreement
-        # The first process warns.
+        # Only the first process warns of a diverging run.
         self.history = LossHistory(warns=self.agreement.rank == 0)
         self.part_sizes: tuple[tuple[int, ...], ...] = ()
         self.absent = frozenset[int]()
@@ -201,13 +201,13 @@ class BatchPasses:
 
     @property
     def stored_parameters(self) -> dict[str, Array]:
-        """The arrays of the engine by parameter name; nobody may change them."""
+        """The engine's arrays by parameter name; callers must not change them."""
         return self.arrays.stored(self.model.parameters)
 
     def parts(self, inputs: Inputs, targets: Targets = None) -> Sequence[Batch]:
         """Return the parts of a batch: one, unless a list of parts is given.
 
-        Labels of a loss that the file computes are targets, also where they are among the inputs.
+        Labels of a loss that the file computes are targets, even if they are passed as inputs.
 
         Args:
             inputs: As for ``Engine.trace``; or a list of parts, each a pair of inputs and targets.
@@ -217,7 +217,7 @@ class BatchPasses:
             Pairs of inputs and targets.
 
         Raises:
-            InputError: The list is empty, an entry is not part, or targets are given twice.
+            InputError: The list is empty, an entry is not a part, or targets are given twice.
         """
         loss, parts = self.task.file_loss, parts_of(inputs, targets)
         if len(parts) > 1:
@@ -233,7 +233,7 @@ class BatchPasses:
     # -- values -----------------------------------------------------------------------------------
 
     def trace(self, inputs: Mapping[str, Array], targets: Targets = None) -> Trace:
-        """Evaluate a batch, as ``parts`` returns it; see ``Engine.trace``."""
+        """Evaluate one of the pairs that ``parts`` returns; see ``Engine.trace``."""
         check_batch_size(self.task.batch, inputs)
         if isinstance(inputs, dict | Mapping):
             inputs = self.arrays.for_model(inputs)
@@ -256,12 +256,12 @@ class BatchPasses:
             self._raise_with_origin(error, trace)
 
     def check_loss(self, trace: Trace, observation: Observation) -> None:
-        """Check the loss of a batch."""
+        """Raise ``NonFiniteError`` if the loss of a batch is NaN or infinite."""
         with self.explained(trace):
             reported_loss(trace, self.objective, observation)
 
     def check_losses(self, traced: TracedParts) -> None:
-        """Check the targets and the losses of the parts of a batch, some of which may not count."""
+        """Check targets and loss of each part of a batch; targets must count in one at least."""
         sizes: list[BatchSize] = []
 
         def check(trace: Trace) -> None:
@@ -296,7 +296,7 @@ class BatchPasses:
         *,
         losses_alone: bool = False,
     ) -> BackwardResult:
-        """Differentiate the shard of a batch, or compute its losses alone.
+        """Differentiate this process's shard of a batch, or compute only its losses.
 
         The result has gradients of ``outputs`` as well, if the batch has one part; see
         ``run_backward``. ``residuals`` receives the residuals of this process, and ``features`` the
@@ -369,12 +369,12 @@ class BatchPasses:
 
         Args:
             traced: The shard of this process; the caller has checked the memory.
-            residuals: Measures the residuals of this process.
+            residuals: Receives the residuals of this process.
             features: Receives the powers of features in the batch of all processes.
             update_buffers: Whether running statistics change.
             outputs: As for ``gradients``.
-            division: Divides the gradients among processes; None for all gradients on each.
-            losses_alone: Whether no gradients are computed.
+            division: Divides the gradients among processes; if None, each process has all of them.
+            losses_alone: Whether gradients are left out.
         """
         backward = self.gradients(
             traced, update_buffers, residuals, features, outputs, losses_alone=losses_alone
@@ -425,7 +425,7 @@ class BatchPasses:
             check_finite(arrays, self.model.memory_space)
 
     def _losses_by_output(self, each: Sequence[float]) -> dict[str, float]:
-        """Return the parts of a loss by output; none if there is a single one."""
+        """Return the loss of each output; an empty mapping if losses read a single output."""
         losses: dict[str, float] = {}
         for term, value in zip(self.objective.terms, each, strict=True):
             name = self.objective.outputs.get(term.inputs[0], term.inputs[0])
@@ -443,7 +443,7 @@ class BatchPasses:
         *,
         by_example: bool = True,
     ) -> Update | None:
-        """Measure the statistics of the shard of a batch; no average changes before ``commit``.
+        """Measure the statistics of a shard; ``Fisher.commit`` then updates the averages.
 
         Several parts draw the random targets of the whole batch. They are evaluated twice, unless
         an earlier pass has counted their examples and predictions.
@@ -453,8 +453,8 @@ class BatchPasses:
             traced: The batch.
             gradients: The gradients of ``fisher.outputs``, if the caller has computed them.
             examples: Number of examples of the batch, if the parts have only some of them. The
-                result is then None if no target of them counts for a loss that has others in the
-                latest batch.
+                result is then None if a loss has targets that count in the latest batch, and none
+                in the parts.
             by_example: Whether gradients of single examples are measured as well.
         """
         self.task.require_examples("statistics of curvature need")
@@ -509,7 +509,7 @@ class BatchPasses:
             fisher.set_rows(part.rows, *part.of_losses)
 
     def _to_measure(self, fisher: Fisher, trace: Trace, seen: Observation) -> MeasuredBatch:
-        """Return a part of a batch with the weights of its examples, None if all count alike."""
+        """Return a part of a batch with weights of its examples; None if it has no weights."""
         scales, weights = self.objective.fisher_scales(seen), None
         rows = [observed.weights for observed in seen.terms]
         if any(of_term is not None for of_term in rows):
@@ -547,7 +547,7 @@ class BatchPasses:
         return CurvatureProducts(*arguments, examples)
 
     def sample_space(self, parts: Sequence[Batch]) -> SampleSpace:
-        """Return the rows of the Fisher matrix of a batch, as ``parts`` returns it."""
+        """Return the rows of the Fisher matrix for the pairs that ``parts`` returns."""
         return SampleSpace(self._assembly, self.arrays, self.traced(parts), self.shards)
 
     def sample_space_bytes(self, examples: int) -> int:
@@ -577,7 +577,7 @@ class BatchPasses:
         return buffers
 
     def _raise_with_origin(self, error: NonFiniteError, trace: Trace) -> NoReturn:
-        """Raise an error as in a context of ``explained``, with the first node as well."""
+        """Raise an error as in ``explained``, and name the first node that is not finite."""
         origin = origin_named(self.model, trace, self.objective)
         with ignore_overflow(), self.explained(trace), origin:
             raise error
@@ -588,8 +588,8 @@ class BatchPasses:
         """Return losses and gradients, summed over the parts of a batch.
 
         The size of a batch is known after its last part. The parts are therefore differentiated
-        with the size of the first one, and the sum is corrected. If the factors of several losses
-        differ, a second pass uses the right size.
+        with the size of the first part, and the sum is multiplied by a correction. If corrections
+        of several losses differ, a second pass uses the size of the batch.
         """
         result, sizes = self._sum(traced, differentiate, None)
         whole = sum(sizes[1:], sizes[0])
@@ -612,9 +612,10 @@ class BatchPasses:
         differentiate: Callable[[Trace, Observation], BackwardResult],
         whole: BatchSize | None,
     ) -> tuple[BackwardResult, list[BatchSize]]:
-        """Return the sum of results with the size of a batch, and the sizes of its parts.
+        """Return the sum of the results of the parts, and the sizes of the parts.
 
-        Without a size, several parts are divided by the size of the first one.
+        Results of several parts are divided by the size ``whole``; if it is None, by the size of
+        the first part.
         """
         results: list[BackwardResult] = []
         sizes: list[BatchSize] = []
@@ -636,7 +637,7 @@ class BatchPasses:
         return results[0], sizes
 
 
-# -- losses of the latest calls, by which a diverging run is known ---------------------------------
+# -- losses of the latest calls, which show a diverging run ----------------------------------------
 
 CURES = (
     "take smaller steps (Result.clipped_rate bounds them), raise the damping, "
@@ -647,7 +648,7 @@ EXPLODED = 1000  # times the first loss
 
 
 class LossHistory:
-    """The losses of an engine's latest calls; if ``warns``, a diverging run is a warning."""
+    """The losses of an engine's latest calls; if ``warns``, a diverging run causes a warning."""
 
     def __init__(self, *, warns: bool = True) -> None:
         self._warns = warns
@@ -681,7 +682,7 @@ class LossHistory:
     def explain(self) -> Iterator[None]:
         """Add the latest losses and the remedies to a ``NonFiniteError`` of a run.
 
-        Losses are added where parameters have moved.
+        The error does not change before parameters have moved.
         """
         try:
             yield

@@ -26,10 +26,10 @@ _CHECKED_EVERY = 100
 class ExchangedPart(NamedTuple):
     """What all ranks know of a part of a batch after an exchange of sizes."""
 
-    observation: Observation  # its targets on this rank, as a piece of the part of all ranks
+    observation: Observation  # the targets of this rank, as a piece of the part of all ranks
     rows: RowRange  # the rows of this rank in the part of all ranks
     counts: tuple[int, ...]  # number of examples of each rank
-    # The rows of this rank among the examples of each loss function, if there are several sets.
+    # With several sets of examples, the rows of this rank among those of each loss function.
     of_losses: tuple[RowRange, ...] = ()
 
 
@@ -39,7 +39,7 @@ class BatchShards:
     Args:
         communicator: The ranks; None for a single process.
         objective: The loss.
-        batch: Where the examples are.
+        batch: Places of the examples in the values of the model.
         parameters: Returns the parameters on the host.
 
     Attributes:
@@ -47,7 +47,7 @@ class BatchShards:
         communicator: The ranks.
         alone: Whether there is one rank.
         rows: The rows of this rank in the latest batch, or part of a batch.
-        state: Returns what all ranks must have alike when they exchange sizes, by name.
+        state: Returns texts by name, which must be equal on all ranks that exchange sizes.
     """
 
     def __init__(
@@ -66,22 +66,22 @@ class BatchShards:
 
     @contextmanager
     def computing(self, name: str) -> Iterator[None]:
-        """Return an ``Agreement.operation`` of products, which callers check for overflow."""
+        """Return an ``Agreement.operation`` for products; callers check these for overflow."""
         with single_threaded_blas(), ignore_overflow(), self.agreement.operation(name):
             yield
 
     def exchange_sizes(
         self, trace: Trace, observation: Observation, examples: int | None = None
     ) -> "ExchangedPart":
-        """Exchange the sizes of the shards of a batch; at times, compare the parameters.
+        """Exchange the sizes of shards, and compare the parameters once in 100 exchanges.
 
         Args:
             trace: The shard of this rank, or a part of it.
-            observation: Its targets.
+            observation: The targets of the trace.
             examples: Number of examples of the shard, if the trace has a part of them.
 
         Returns:
-            The part, with the observation as a part of the whole batch.
+            The part of all ranks, with the observation as a piece of it.
 
         Raises:
             ShapeError: Ranks have different numbers of positions for each example.
@@ -127,7 +127,7 @@ class BatchShards:
         return ExchangedPart(within, self.rows, of_ranks, tuple(of_each))
 
     def _examples_of_losses(self, trace: Trace) -> tuple[int, ...]:
-        """Return the number of examples of each loss function, if there are several sets."""
+        """Return the number of examples of each loss function, if examples form several sets."""
         if not self._batch.sets:
             return ()
         outputs, places = self._objective.outputs, self._batch.places
@@ -143,13 +143,13 @@ class BatchShards:
         sum_arrays(self.communicator, arrays)
 
     def summed(self, arrays: Sequence[Array]) -> list[Array]:
-        """Return the sums of arrays, as for ``sum``, in new arrays; there are several ranks."""
+        """Return the sums of arrays over several ranks, in new arrays; see ``sum``."""
         return summed(self.communicator, arrays)
 
     def totals(
         self, losses: Sequence[float], residuals: Residuals | None
     ) -> tuple[list[float], Residuals]:
-        """Return losses and residuals of all processes."""
+        """Return the sums of losses and residuals over all processes."""
         sums = {} if residuals is None else residuals.sums
         if self.alone:
             on_host = {n: tuple(map(_in_float64, entry)) for n, entry in sums.items()}

@@ -455,7 +455,7 @@ def _with_row(layer: LayerMatch) -> LayerMatch:
 
 
 def _placed(layer: LayerMatch, batch: Batch, chosen: Container[str]) -> list[LayerMatch]:
-    """Return the layer, or its parameters as generic if their examples are not on axis 0."""
+    """Return the layer, or a generic one for each parameter if examples are off axis 0."""
     moved = _moved(layer, batch)
     if not moved or layer.kind in chosen:
         return [layer]

@@ -1,11 +1,11 @@
-"""Averages over several ranks, and implements the distribution ``"replicate"``.
+"""Averages statistics over several ranks, and implements the distribution ``"replicate"``.
 
 An average that only refreshes read is divided among the ranks: each rank averages its shards of the
 batches, and the average is the sum over the ranks. Moving averages are linear, so ranks exchange
-such averages only before a refresh. Then the owner of a factor receives the sum, and the others
-start from zero.
+such averages only before a refresh. The factor's owner then receives the sum, and the average of
+other ranks starts from zero.
 
-Other averages are whole on all ranks: those that products read, and squares of sums.
+Averages that products read, and averages of squared sums, are whole on all ranks.
 """
 
 from collections import Counter
@@ -42,12 +42,12 @@ _WIDE = np.dtype(np.float64)
 
 
 class Distribution(Division):
-    """Averages and inverses of an engine over several ranks; see ``Replicate`` and ``Shard``.
+    """Divides the averages and inverses of an engine among ranks; see ``Replicate`` and ``Shard``.
 
     Args:
         shards: The ranks.
         assembly: The model.
-        fisher: Its Fisher matrix.
+        fisher: The Fisher matrix of the model.
         reports: Returns a report for each layer with its block.
 
     Attributes:
@@ -72,7 +72,7 @@ class Distribution(Division):
         )
         self._linear = frozenset(self.divided)
         self._whole = True  # whether divided averages are whole on all ranks
-        # Factors whose average is a copy of the share of another rank, for a refresh on this rank.
+        # Factors whose average is a copy of the first owner's, for a refresh on this rank.
         self._copied: list[FisherFactor] = []
 
     # -- statistics -------------------------------------------------------------------------------
@@ -128,39 +128,39 @@ class Distribution(Division):
     def _totals(
         self, measured: Mapping[FisherFactor, Measurement | ToMeasure]
     ) -> Mapping[FisherFactor, Count]:
-        """Return the counts of the whole batch; averages receive equal element types."""
+        """Return the counts of the whole batch; give averages one element type on all ranks."""
         rows, counts = self._shards.rows, [m.count for m in measured.values()]
         wide = bytes(np.result_type(m.dtype, f.narrowest) == _WIDE for f, m in measured.items())
         ratios = np.array([count.rows / count.examples for count in counts])
         differs = any(count.examples != rows.count for count in counts)
         marks = crc32(wide), crc32(ratios.tobytes()), differs
         types, shapes, others = self._shards.agreement.of_all(*marks).T
-        if len(set(types)) > 1:  # numbers of one rank need float64
+        if len(set(types)) > 1:  # the numbers of a rank need float64
             for factor in measured:
                 factor.narrowest = _WIDE
         totals = np.array([(count.examples, count.rows) for count in counts], np.float64)
         if len(set(shapes)) > 1 or others.any():
             with self._shards.agreement.exchanging():
                 self._shards.sum([totals.reshape(-1)])
-        else:  # the shards have alike examples
+        else:  # all shards have as many rows for each example
             totals *= rows.whole
             totals /= rows.count
         pairs = zip(measured, totals.tolist(), strict=True)
         return {factor: Count(int(n), of_rows) for factor, (n, of_rows) in pairs}
 
     def _divide(self) -> None:
-        """Let the first rank have the divided averages, and the others start from zero."""
+        """Keep whole averages on the first rank, and set them to zero on other ranks."""
         if not self._whole:
             return
         for factor in self.divided:
             if factor.average.value is not None:
-                factor.traces()  # of the whole average
+                factor.traces()  # kept, from the whole average
                 if self._communicator.rank:
                     factor.average.value[...] = 0.0
         self._mark(divided=True)
 
     def _empty_copies(self) -> None:
-        """Let averages that were copied for a refresh start from zero."""
+        """Set the averages that were copied for a refresh to zero."""
         for factor in self._copied:
             factor.wait()
             factor.average.lower()[...] = 0.0
@@ -183,11 +183,11 @@ class Distribution(Division):
     def _give_to_owners(
         self, factors: Sequence[FisherFactor], ranks: Mapping[int, Sequence[int]]
     ) -> None:
-        """Give the sum of each divided average to its owners; the others start from zero.
+        """Give the sum of each divided average to its owners; set it to zero on other ranks.
 
-        The first owner of a factor has the average from now on, the others have copies. Factors
-        whose averages are whole are left out. ``ranks`` maps the ``id`` of a factor to the ranks
-        that own it.
+        The first owner of a factor has the average from now on, and further owners have copies.
+        Factors whose averages are whole are left out. ``ranks`` maps the ``id`` of a factor to the
+        ranks that own it.
         """
         self._divide()
         factors = [factor for factor in factors if factor in self._linear]
@@ -245,7 +245,7 @@ class Distribution(Division):
 
 
 class Replicate(Distribution):
-    """Every rank has the gradients and the inverses of one process.
+    """Every rank has all gradients and inverses, as a single process does.
 
     The owner of a factor computes its inverses and sends them to all ranks. Owners are chosen in
     each refresh, among the factors that are due.

@@ -152,7 +152,7 @@ def _broadcasts(graph: Graph, loss: FileLoss, inputs: Mapping[str, Array] | None
     """Return whether predictions and targets have different shapes in a sample run."""
     facts: Mapping[str, Fact] = {}
     of_caller = [inputs] if isinstance(inputs, Mapping) else []
-    for feeds in (*of_caller, None):  # those of the caller may lack the labels
+    for feeds in (*of_caller, None):  # the caller's inputs may lack the labels
         with suppress(KfacError):
             facts = sample_facts(graph, feeds)
             break

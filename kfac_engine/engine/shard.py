@@ -41,7 +41,7 @@ def sizes(
     for number, layer in enumerate(layers):
         block = collection.fisher_blocks[layer.key]
         sides = zip(block.factors, layer.factor_shapes, strict=True)
-        # Into the basis of eigenvectors and back.
+        # Vectors are transformed into the basis of eigenvectors, and back.
         passes = 1 + row(layer.kind, layer.approximation).eigenvectors
         products = passes * sum(factor.multiplications(shape) for factor, shape in sides)
         sized[f"{number:09d}"] = LayerSize(
@@ -65,7 +65,7 @@ def _sent_bytes(factor: FisherFactor, shape: tuple[int, ...], itemsize: int) -> 
 def _is_divisible(assembly: Assembly, layer: LayerReport) -> bool:
     """Return whether several ranks can own rows of a layer.
 
-    Its parameters must be whole parameters of the model, in the same shapes.
+    The layer's parameters must be whole parameters of the model, in the same shapes.
     """
     parts, parameters = assembly.discovery.parts, assembly.model.parameters
     names = zip(layer.parameters, uses(layer.key), strict=True)
@@ -80,7 +80,7 @@ def _is_divisible(assembly: Assembly, layer: LayerReport) -> bool:
 class Shard(Distribution):
     """The owner of a layer receives its gradient, and sends its natural gradient to all ranks.
 
-    Owners are chosen once; see ``distributed.owners``. A large layer may have several.
+    Owners are chosen once; see ``distributed.owners``. A large layer may have several owners.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class Shard(Distribution):
         layers = tuple(reports())
         period = (assembly.options.schedule or Schedule()).refresh_every
         owners = layer_owners(*sizes(assembly, layers), shards.communicator.size, period)
-        # The owners of each parameter, with its rows if there are several.
+        # The owners of each parameter, with the rows of each owner if there are several.
         self._parts: dict[str, tuple[OwnedPart, ...]] = {}
         self._factor_owners: dict[int, tuple[int, ...]] = {}
         for layer, parts in zip(layers, owners.values(), strict=True):
@@ -183,7 +183,7 @@ class Shard(Distribution):
         for factor in self._fisher.factors:
             if not self._is_owned(factor) and not factor.measures_with_results:
                 arrays = factor.arrays()
-                # Names of results have several parts.
+                # The names of results contain a slash.
                 self._replace(factor, {n: array for n, array in arrays.items() if "/" not in n})
 
     def _replace(self, factor: FisherFactor, arrays: Mapping[str, Array]) -> None:
@@ -194,9 +194,9 @@ class Shard(Distribution):
     def _gather(
         self, arrays: Mapping[str, Array | Rows], forms: Mapping[str, Form], *, views: bool
     ) -> dict[str, Array]:
-        """Return the arrays of all parameters; each owner has its own in ``arrays``.
+        """Return the arrays of all parameters; each owner passes its own in ``arrays``.
 
-        ``forms`` are the forms of the arrays of all ranks. ``views`` is as for
+        ``forms`` has the form of each parameter's whole array. ``views`` is as for
         ``OwnedArrays.gather``.
         """
         pieces = self._pieces(forms)
@@ -236,7 +236,7 @@ class Shard(Distribution):
         return len(self._parts[name]) > 1
 
     def _of(self, name: str, part: OwnedPart, array: Array) -> Array:
-        """Return the part of an array in the shape of a parameter; a view."""
+        """Return a view of a part of ``array``, which has the shape of the parameter."""
         return array[part.start : part.stop] if self._is_divided(name) else array
 
     def _shape(self, name: str, part: OwnedPart, whole: tuple[int, ...]) -> tuple[int, ...]:
@@ -246,7 +246,7 @@ class Shard(Distribution):
     def _rows(
         self, name: str, part: OwnedPart, array: Array, shape: tuple[int, ...]
     ) -> Array | Rows:
-        """Return a part of an array of ``shape``; rows of a divided one as ``Rows``."""
+        """Return a part of an array of ``shape``; as ``Rows`` if several ranks own the array."""
         if not self._is_divided(name):
             return array
         return Rows(self._backend.xp.arange(part.start, part.stop), array, shape[0])

@@ -109,8 +109,8 @@ class Packing:
     def arrays(self, vector: Vector, where: object) -> Sequence[Array]:
         """Return the arrays of the weight and, if the layer has one, of the bias.
 
-        A wrong number of arrays raises InputError, and ``Rows`` raise UnsupportedError; both name
-        ``where``, the parameters.
+        A wrong number of arrays raises InputError, and ``Rows`` raise UnsupportedError. The errors
+        name the parameters by ``where``.
         """
         if isinstance(vector, Rows):
             raise UnsupportedError(f"the block of {where} multiplies whole arrays, not rows.")

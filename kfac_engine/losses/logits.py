@@ -110,7 +110,7 @@ def possible_probabilities(loss: LossFunction, sample: Callable[[], Array]) -> s
     """Return a warning if an output that a loss reads as logits may contain probabilities.
 
     ``sample`` returns the value of the output in a sample run. The warning is a sentence without
-    its subject, the output; it is empty without a reason.
+    its subject, the output; it is empty if nothing indicates probabilities.
     """
     if "Sigmoid" not in loss.links:
         return ""

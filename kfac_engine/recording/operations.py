@@ -199,12 +199,12 @@ class Draws:
         return _normal(self._terms(shape, _FIRST), self._terms(shape, _SECOND))
 
     def uniform(self, shape: Any, name: str) -> Symbol:
-        """Return uniform numbers in (0, 1), or the input of this name."""
+        """Return uniform numbers in (0, 1); if files read their noise, the input ``name``."""
         numbers = self._input(shape, name)
         return self._hashes(shape) if numbers is None else numbers
 
     def normal(self, shape: Any, name: str) -> Symbol:
-        """Return normal numbers, or the input of this name."""
+        """Return standard normal numbers; if files read their noise, the input ``name``."""
         numbers = self._input(shape, name)
         if numbers is not None:
             return numbers

@@ -22,7 +22,7 @@ _LAST = -(2**63) + 1  # end of a backward slice that includes index zero
 
 @vjp_rule("Conv")
 def conv(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
-    """Write a convolution for image and kernel, and a sum over positions for the bias."""
+    """Write convolutions for the gradients of image and kernel, and a sum for the bias."""
     window = sliding(node, b.sample_shape(node.inputs[1])[2:])
     group = integer(node, "group", 1)
     gradients = {}

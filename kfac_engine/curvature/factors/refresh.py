@@ -42,14 +42,14 @@ class Request:
     matrix: Array
     # Damping of ``"inverse"`` and ``"cholesky"``; a stack has a number for each matrix.
     damping: Any = 0.0
-    powers: tuple[tuple[Any, Any], ...] = ()  # pairs of exponent and damping, of ``"powers"``
-    clip: float = 0.0  # least eigenvalue before damping, of ``"powers"``
+    powers: tuple[tuple[Any, Any], ...] = ()  # pairs of exponent and damping, for ``"powers"``
+    clip: float = 0.0  # least eigenvalue before damping, for ``"powers"``
 
 
 # Exponents of inverse roots, with the degree of the root.
 _DEGREES: Mapping[float, int] = {-0.5: 2, -0.25: 4}
-# Result of an operation: the inverse; the Cholesky factor and its inverse; the powers; eigenvalues
-# and eigenvectors.
+# Arrays that an operation returns: the inverse; the Cholesky factor and its inverse; the powers; or
+# the eigenvalues and eigenvectors.
 Result: TypeAlias = Sequence[Array]
 # Waits for the results of requests.
 Finish: TypeAlias = Callable[[], Sequence[Result]]
@@ -82,13 +82,14 @@ class Division:
     # -- statistics -------------------------------------------------------------------------------
 
     def over_ranks(self, measured: Any) -> Any:
-        """Return the means of measurements by factor over all processes; a collective call."""
+        """Return the measurements of factors, averaged over all processes; a collective call."""
         return measured
 
     def commit(self, update: Any, decay: float) -> None:
-        """Update the averages by a batch of which each process has measured its shard.
+        """Update the averages with a batch, of which each process has measured its shard.
 
-        ``decay`` is the weight of the old averages.
+        ``update`` has the measurements of this process. ``decay`` is the weight of the old
+        averages.
         """
         update.commit(decay)
 
@@ -96,7 +97,7 @@ class Division:
         """Make all averages whole on all processes; a collective call."""
 
     def restart(self) -> None:
-        """Continue from averages and results that were replaced on all processes."""
+        """Record that averages and results were replaced, and are whole on all processes."""
 
     # -- refreshes --------------------------------------------------------------------------------
 
@@ -131,7 +132,7 @@ class Division:
         return lambda: None
 
     def refreshing(self) -> AbstractContextManager[None]:
-        """Return a context for a refresh outside of a step, which all processes begin and end."""
+        """Return a context for a refresh outside of a step; processes meet at its begin and end."""
         return nullcontext()
 
     def all_results(self) -> AbstractContextManager[None]:
@@ -141,7 +142,7 @@ class Division:
     # -- products ---------------------------------------------------------------------------------
 
     def multiplying(self) -> AbstractContextManager[None]:
-        """Return a context for products, which all processes end."""
+        """Return a context for products; all processes meet at its end."""
         return nullcontext()
 
     def owned(self, vectors: Mapping[str, Array | Rows]) -> Mapping[str, Array | Rows]:
@@ -149,10 +150,10 @@ class Division:
         return vectors
 
     def sum_gradients(self, gradients: dict[str, Array]) -> Mapping[str, Array | Rows]:
-        """Sum the gradients of all shards, which may be changed.
+        """Return sums of the gradients over all shards; ``gradients`` may be overwritten.
 
-        The result has those gradients of the batch that this process preconditions. If several
-        processes own a table, it has only the rows of this process.
+        The result has those sums that this process preconditions. If several processes own a
+        table, the result has only the table's rows of this process.
         """
         return gradients
 
@@ -168,9 +169,10 @@ class Division:
         return whole_arrays(gradients)
 
     def share(self, products: Mapping[str, Array | Rows], names: Sequence[str]) -> dict[str, Array]:
-        """Return the products of all processes, on each; each has computed its own before.
+        """Return the products of all processes, on each process.
 
-        ``products`` are those of the ``owned`` vectors, and ``names`` the parameters of all.
+        ``products`` are the products of this process, with its ``owned`` vectors. ``names`` are
+        the parameters of all products.
         """
         del names
         return whole_arrays(products)
@@ -207,7 +209,7 @@ def _choleskys(backend: Backend, requests: Sequence[Request]) -> Sequence[Result
 
 
 def _matrices(requests: Sequence[Request]) -> tuple[list[Array], list[float]]:
-    """Return the matrices of all requests, stacks as single matrices, and their dampings."""
+    """Return the matrices of all requests, with stacks divided, and their dampings."""
     stacks = [r.matrix if r.matrix.ndim > 2 else r.matrix[None] for r in requests]
     levels = [np.ravel(r.damping).tolist() for r in requests]
     return list(chain(*stacks)), list(chain(*levels))
@@ -235,7 +237,7 @@ def _powers(backend: Backend, requests: Sequence[Request]) -> Sequence[Result]:
     results = _roots(backend, requests)
     slow = [request for request in requests if request not in results]
     pairs = backend.linalg.eighs([request.matrix for request in slow])
-    # Eigenvalues ascend: the first ones decide which powers exist.
+    # Eigenvalues ascend: the smallest eigenvalue decides which powers exist.
     smallest = backend.download([values[..., 0] for values, _ in pairs])
     for request, pair, least in zip(slow, pairs, smallest, strict=True):
         power = partial(eigh_power, *pair, clip=request.clip, smallest=least)

@@ -43,7 +43,7 @@ class Whitened:
 
 @dataclass(frozen=True, slots=True)
 class Symmetric:
-    """A factor of the closed form of option 1."""
+    """A factor of the closed form with a symmetric ``Ψ``, option 1."""
 
     basis: Array  # ``S⁻¹ Q`` with ``Q diag(ψ) Qᵀ = Ψ``, ``(d, d)``
     values: Array  # ``|ψ|``, ``(d,)``
@@ -51,7 +51,7 @@ class Symmetric:
 
 @dataclass(frozen=True, slots=True)
 class Infinite:
-    """A factor of the closed form of option 2."""
+    """A factor of the closed form for an infinite sequence, option 2."""
 
     shift: Array  # ``C₁ᵀ (C₀ + λ)⁻¹ = S Ψᵀ S⁻¹``, ``(d, d)``
     basis: Array  # ``S⁻¹ Q`` with ``Q diag(μ) Qᵀ = ΨᵀΨ``, ``(d, d)``

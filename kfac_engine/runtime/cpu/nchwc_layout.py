@@ -48,8 +48,8 @@ _LAST = -(2**62)  # a slice with step −1 and an end below this includes index 
 class BlockedGraph:
     """A graph whose convolutions may use the blocked layout.
 
-    ``constants`` are new. ``copies`` maps a value in the blocked layout to the same value in the
-    plain layout.
+    ``constants`` are those that the conversion adds. ``copies`` maps a value in the blocked layout
+    to the same value in the plain layout.
     """
 
     nodes: tuple[Node, ...]
