@@ -74,9 +74,9 @@ KEPT = ("natural_gradient", "second_moment")
 # doubles k in two steps; a constant agreement c leads to k = exp(4 c).
 _DECAY, _GAIN = 0.1, 0.4
 _LEAST, _LARGEST = 0.1, 20.0
-# A step goes back, and log k falls by this number, where all updates together were far too long:
-# the loss rises along them by more than this multiple of the fall at their start, and by more than
-# the loss.
+# A step goes back, and log k falls by ``_CUT``, where all updates together were far too long: the
+# loss rises along them by more than ``_FAR`` times the fall at their start, and by more than the
+# loss.
 _CUT, _FAR = 1.0, 3.0
 
 # Operators that may be between the matrices of a product of low rank.
@@ -85,26 +85,26 @@ _SCALES = RELAYS | {"Mul", "Div"}
 # Spread of targets below which the lengths of their predictions are ten times as long.
 _SMALL = 0.1
 
-# The lengths of adapters are multiplied by this number: the model around them is trained.
+# The lengths of adapters are multiplied by this number: the model around them is already trained.
 _OF_ADAPTERS = 2 / 3
 
 # Largest number of Newton–Schulz iterations of a matrix.
 _ITERATIONS = 5
 # A matrix with a smaller side keeps its natural gradient, unless it belongs to an adapter.
 _SMALLEST_SIDE = 16
-# Statistics of few features have rows enough, unless the rows are positions of few examples: below
-# this side, each iteration needs so many rows of the batch.
+# Few rows suffice for statistics of few features, unless the rows are positions of few examples: a
+# side below ``_SMALL_SIDE`` needs ``_ROWS_OF_SMALL`` rows of the batch for each iteration.
 _SMALL_SIDE, _ROWS_OF_SMALL = 64, 512
-# Each example of a batch adds this number of singular values to the length of an update, at most.
+# Each example of a batch adds at most this number of singular values to the length of an update.
 _OF_EXAMPLE = 2.0
-# The products with factors of so many rows in sum take less time than the rest of a step.
+# Products with factors whose sides have a smaller sum take less time than the rest of a step.
 _NARROW = 512
 
 
 def input_moment(block: FisherBlock) -> float:
     """Return the mean square of the inputs of a layer, from the average of a block."""
     packing, factor = block.packing, block.factors[0]
-    if packing is None or block.symbols[:1] != ("A",):  # there is no average of the inputs
+    if packing is None or block.symbols[:1] != ("A",):  # the block has no average of the inputs
         return 1.0
     return (factor.trace() - packing.has_bias) / (factor.side - packing.has_bias)
 
@@ -123,17 +123,17 @@ class Turn(NamedTuple):
 
     last: Products  # inner products of the gradient with the last directions
     part: Any  # part of the last updates that the step takes back
-    far: Any  # whether the step goes back: False, True or recorded
-    back: Any  # whether it goes back, or corrects predictions
-    onward: Any  # the contrary
-    weight: Any  # what multiplies the gradient; 0 in a step back
-    squares: Products  # squares of the gradient that is multiplied
+    far: Any  # whether the step goes back; False, True or recorded
+    back: Any  # whether the step goes back, or corrects predictions
+    onward: Any  # the negation of ``back``
+    weight: Any  # factor of the gradient; 0 if ``back``
+    squares: Products  # squared norms of the gradient times ``weight``
 
 
 class Descent(NamedTuple):
     """The averages and directions of a step, for which a search finds lengths."""
 
-    gradients: dict[str, Array]  # by unit, times their weight
+    gradients: dict[str, Array]  # by unit, times ``Turn.weight``
     means: Vector  # averages of the gradients, by unit
     # Gradients and averages of groups of several parameters.
     grouped: Mapping[tuple[str, ...], tuple[Array, Array]]
@@ -152,32 +152,33 @@ class AdaptiveLengthUpdate:
 
     For a matrix, the average is Nesterov's momentum, ``μ v' + (1 − μ) g = μ² v + (1 − μ²) g`` with
     the averaged gradient ``v' = μ v + (1 − μ) g``, and gives the latest gradient more weight. Adam
-    takes v'.
+    reads v'.
 
     The direction p of a matrix is its natural gradient with singular values close to one. Averages
-    of few rows have eigenvalues that are too small. The natural gradient is too long along these
+    of few rows have eigenvalues that are too small. The natural gradient is too long along their
     eigenvectors, and equal singular values remove the excess. The number of Newton–Schulz
     iterations is the number of rows of the batch, divided by twice the smaller side of the matrix,
-    up to five, so that they take at most a third of the products of its gradient; if that side is
-    below 64, the rows are divided by 512. A matrix of few rows, or with a side below 16, keeps its
-    natural gradient; the matrices of an adapter of such a rank do not. If p is not a descent
-    direction for the averaged gradient, the natural gradient takes its place. It is a direction of
-    descent, because biases do not enter it.
+    at most five. The iterations take at most a third of the multiplications of the gradient. If the
+    smaller side is below 64, the rows are divided by 512. A matrix of few rows, or with a side
+    below 16, keeps its natural gradient. The limit of 16 does not apply to adapters. If p is not a
+    descent direction for the averaged gradient, the natural gradient replaces it. The natural
+    gradient is a descent direction, because biases do not enter it.
 
     If a batch has few rows, the products with the inverses of wide factors take longer than the
-    products of the gradient. A matrix with fewer rows in the batch than the sum of the sides of its
-    factors, if that exceeds 512, has a new direction in every second step only, unless c < −1. The
-    averaged gradient, of ten steps, changes little meanwhile.
+    products of the gradient. If the sides of a matrix's factors have a sum above 512, and the
+    matrix has fewer rows in the batch than this sum, it has a new direction in every second step
+    only, unless c < −1. The averaged gradient spans ten steps and changes little meanwhile.
 
     The Frobenius norm of an update is ``k L √outputs``: with ``k = 1``, each output of a layer
     changes by the same amount whatever their number, as with Muon. The second matrix of a product
-    of low rank, as in an adapter, has the geometric mean of this length and of ``k L √rank``, with
-    which its entries change as much as those of the first matrix. With the former, its few singular
-    values, which all count, are too long; with the latter, the product, which begins at zero, grows
-    more slowly than it could. Both matrices move by two thirds of these lengths, since the model
-    around them is trained. The multiple ``k`` of a matrix
-    follows from the agreement ``c = ⟨g, p⟩ / ⟨g', p⟩`` of the gradient g with the last direction
-    p, where g' is the gradient of the step of p::
+    of low rank, as in an adapter, has the geometric mean of this length and of ``k L √rank``. At
+    the length ``k L √outputs``, its few singular values would be too large. At ``k L √rank``, its
+    entries would change as much as those of the first matrix, but the product, which begins at
+    zero, would grow too slowly. The two matrices of an adapter move by two thirds of their lengths,
+    since the model around them is already trained.
+
+    The multiple ``k`` of a matrix follows from the agreement ``c = ⟨g, p⟩ / ⟨g', p⟩`` of the
+    gradient g with the last direction p, where g' is the gradient of the step that computed p::
 
         log k ← 0.9 log k + 0.4 s min(max(c, −1), 1)        0.1 ≤ k ≤ 20
 
@@ -187,25 +188,26 @@ class AdaptiveLengthUpdate:
     so that c is too small rather than too large. Vectors, embeddings and parameters without a layer
     are updated by Adam.
 
-    The natural gradient of few examples has few large singular values. With the length of a matrix
-    of equal ones, the largest singular value s of the update would be many times theirs, ``k L
-    √(outputs / side)`` for the smaller side. Each example moves a matrix by two of these values at
-    most: a batch of N examples has updates of the length ``k L √outputs min(1, √(2 N / side) |p| /
-    s)``, for the matrices whose singular values may become equal. Two power iterations yield s.
+    An update with equal singular values has the value ``k L √(outputs / side)`` for each, with the
+    smaller side of the matrix. The natural gradient of few examples has few large singular values:
+    in an update of the same length, the largest would be many times as large. Each example
+    therefore moves a matrix by two of the equal values at most. A batch of N examples has updates
+    of the length ``k L √outputs min(1, √(2 N / side) |p| / σ)`` for the matrices whose singular
+    values may become equal. Two power iterations yield σ, the largest singular value of p.
 
-    The matrices of a deep network may each be short enough, and all together far too long. Where
-    the loss rises along the last updates by more than itself, and by more than three times the fall
+    The updates of several matrices may each be short enough, and together far too long. Where the
+    loss rises along the last updates by more than itself, and by more than three times the fall
     at their start, ``R > max(|loss|, 3 F)`` with ``R = −Σ α ⟨g, p⟩``, ``F = Σ α ⟨g', p⟩`` and the
     step sizes α of the last step, the step takes the part ``R / (F + R)`` of the last updates back,
     to the minimum of the parabola with these slopes. log k of each matrix falls by 1. The gradient,
-    which is large far from the minimum, counts as zero in the averages.
-    A gradient that is unusually long counts less: see ``GradientWeight``.
+    which is large far from the minimum, counts as zero in the averages. An unusually long gradient
+    has less weight: see ``GradientWeight``.
 
     Predictions of means have the unit of their targets. If the outputs of a layer are such
     predictions, the length of its matrix is multiplied by ``u / max(1, v)``, and the rate of its
-    bias by u. u is the spread of the targets (``Residuals``), 1 if that lies between 0.1 and 1, ten
-    times the spread below, and v the root of the mean square of the inputs of the layer. A first
-    step may correct these layers in place of an update (``Correction``).
+    bias by u. Here v is the root mean square of the layer's inputs. For the spread t of the targets
+    (``Residuals``), ``u = max(t, min(10 t, 1))``. A first step may correct these layers in place of
+    an update (``Correction``).
 
     A matrix is the matrix of a layer, whatever its layout in the file: see ``Piece.matrices``. Each
     group of a convolution, each expert of a stack and each part of the outputs that the graph reads
@@ -223,8 +225,8 @@ class AdaptiveLengthUpdate:
     equal: Collection[str]  # the weights whose singular values may become equal
     widths: Mapping[str, float]  # sum of the sides of the factors of each weight
     blocks: Mapping[str, FisherBlock]  # the block of the layer of each weight
-    # Number of each weight and of each parameter with weights. Parameters have equal numbers if a
-    # block or several blocks join them.
+    # Number of the group of each weight and of each parameter with weights. Parameters that blocks
+    # join are one group.
     groups: Mapping[str, int]
     moved: Sequence[str]  # the units of the parameters that have weights
     matmul: MatMul  # the product of two matrices
@@ -238,7 +240,7 @@ class AdaptiveLengthUpdate:
     repeats: Mapping[str, float] = field(default_factory=dict)
     # The input of the loss that a layer computes, by its weight or bias.
     predictions: Mapping[str, str] = field(default_factory=dict)
-    # Biases of these layers, with an entry for each feature of the loss.
+    # Biases in ``predictions`` that have an entry for each feature of the loss.
     shifted: Collection[str] = ()
     # Returns the mean square of the inputs of a block.
     moment: Callable[[FisherBlock], Any] = input_moment
@@ -247,7 +249,7 @@ class AdaptiveLengthUpdate:
     # Chooses the decay of the averages for matrices; None for ``momentum``.
     span: AverageSpan | None = None
     weight: GradientWeight = field(default_factory=GradientWeight)
-    # Weights whose matrices are those of several layers: each has directions of its own steps.
+    # Weights with the matrices of several layers: each matrix has a new direction in its own steps.
     independent: Collection[str] = ()
 
     def new_slots(self, parameters: Vector) -> SlotArrays:
@@ -281,13 +283,13 @@ class AdaptiveLengthUpdate:
                 array[...] = units[name]
 
     def kept(self, slots: SlotArrays, parameters: Vector) -> dict[str, Array]:
-        """Return the parameters that ``keep`` wrote; what no unit has is as in ``parameters``."""
+        """Return the parameters that ``keep`` wrote; others are those of ``parameters``."""
         units = dict(ChainMap(*(slots[slot] for slot in KEPT)))
         return {n: array.copy() for n, array in self.units.join(units, parameters).items()}
 
     def __call__(self, step: StepInputs) -> Move:
         """Compute the new parameters of a step, and write the new state."""
-        step.new_slots["natural_gradient"].clear()  # new arrays take the place of the last but one
+        step.new_slots["natural_gradient"].clear()  # new arrays replace those of two steps ago
         turn = self._turn(step)
         weighted = _weighted(step, turn.weight)
         descent = self._descend(weighted, turn)
@@ -317,7 +319,7 @@ class AdaptiveLengthUpdate:
         return Turn(last, part, far, back, onward, weight, squares)
 
     def _pauses(self, step: StepInputs, far: Any) -> Any:
-        """Return whether a step has no gradient: it goes back, or corrects predictions."""
+        """Return whether a step ignores its gradient: it goes back, or corrects predictions."""
         due = [far, *(correction.due for correction in self._corrections(step).values())]
         if any(map(is_recorded, due)):
             return reduce(np.logical_or, due)
@@ -340,7 +342,7 @@ class AdaptiveLengthUpdate:
             for name, width in self.widths.items()
         }
         joint = {names: joined(step.gradients, names) for names in self.together.means}
-        # Until the directions are known, the memory of the averages has those of a step ahead.
+        # Until the directions are known, these arrays have the averages one step ahead.
         of_weights = {names: g for names, g in joint.items() if names[0] in self.groups}
         momentum = self.momentum if self.span is None else self.span.momentum_of(step.slots)
         self._average(step, of_weights, momentum**2)
@@ -362,7 +364,7 @@ class AdaptiveLengthUpdate:
         return {name: size - turn.part * last[name] for name, size in sizes.items()}
 
     def _moved(self, step: StepInputs, descent: Descent, sizes: Vector) -> dict[str, Array]:
-        """Return the new parameters; the memory of a gradient receives the new value."""
+        """Return the new parameters, in the arrays of the gradients."""
         step.new_slots["natural_gradient"].update(descent.natural)
         gradients, parameters = descent.gradients, self.units.split(step.parameters)
         if step.predicts:  # the change is compared with the gradient
@@ -394,7 +396,7 @@ class AdaptiveLengthUpdate:
     def _average(
         self, step: StepInputs, joint: Mapping[tuple[str, ...], Array], of_weights: Any
     ) -> dict[tuple[str, ...], tuple[Array, Array]]:
-        """Write averages of the gradients ``joint`` of groups; those of weights have a decay.
+        """Write averages of the gradients of groups; ``of_weights`` is the decay for weights.
 
         Returns:
             For each group of several parameters, the gradients and the averages.
@@ -411,7 +413,7 @@ class AdaptiveLengthUpdate:
         return grouped
 
     def _many(self, arrays: Collection[Array]) -> ManyArrays | None:
-        """Return the operations on many arrays of a device; None unless the arrays are there."""
+        """Return the device's operations on many arrays; None unless all arrays are on it."""
         many = self.engine.collection.backend.many
         return many if many is not None and all(map(on_device, arrays)) else None
 
@@ -443,7 +445,7 @@ class AdaptiveLengthUpdate:
     def _least_squares(self, natural: Vector, step: StepInputs) -> dict[str, Any]:
         """Return the least ``|p|²`` for the step size of each weight, which bounds its update.
 
-        It is ``s² side / (2 N)`` for a matrix with the largest singular value s. Weights whose
+        It is ``σ² side / (2 N)`` for a matrix with the largest singular value σ. Weights whose
         smaller side is at most 2 N, or which keep their natural gradients, have no entry. The
         numbers are on the host.
         """
@@ -468,7 +470,7 @@ class AdaptiveLengthUpdate:
 
         Args:
             step: The step.
-            pairs: Pairs of vectors; the second one of each pair has the weights.
+            pairs: Pairs of vectors; the second vector of each pair has an array for each weight.
 
         Returns:
             The inner products for each pair. A device is read once.
@@ -524,7 +526,7 @@ class AdaptiveLengthUpdate:
 
     def _rows(self, name: str, examples: Any) -> Any:
         """Return the number of rows of a batch in the factors of a weight."""
-        factor = self.blocks[name].factors[:2][-1]  # that of the outputs has no weights of rows
+        factor = self.blocks[name].factors[:2][-1]  # the rows of the outputs have no weights
         return examples * (factor.repeats or self.repeats.get(name, 1.0))
 
     def _natural_gradients(
@@ -532,12 +534,12 @@ class AdaptiveLengthUpdate:
     ) -> Shortened:
         """Return the orthogonalized natural gradients of the weights, or their last directions.
 
-        They are shortened along rare features.
+        The directions are shortened along rare features.
         """
         last = step.slots["natural_gradient"]
         wanted = [n for n, is_due in due.items() if is_due is True or is_recorded(is_due) or is_due]
         groups = {self.groups[name] for name in wanted}
-        # With the gradients of biases, the part of the weights could point uphill: they move alone.
+        # Biases are left out: with their gradients, the directions of weights could point uphill.
         alone = {n: ahead[n] if n in self.roots else np.zeros_like(ahead[n]) for n in self.moved}
         blocks = {n: g for n, g in step.gradients.items() if self.groups.get(n) in groups}
         natural = self.units.split(self.precondition(self.units.join(alone, blocks)))
@@ -550,11 +552,11 @@ class AdaptiveLengthUpdate:
         return self.features.shortened({**last, **new}, step, self.engine.collection.backend)
 
     def _directions(self, natural: Vector, ahead: Vector, examples: int) -> dict[str, Array]:
-        """Return the directions of weights; the norms of their matrices mean nothing.
+        """Return the directions of weights; the norms of their matrices are arbitrary.
 
         Args:
             natural: The natural gradient of the average of each weight.
-            ahead: The averages.
+            ahead: The averages, one step ahead.
             examples: Number of examples of the batch.
         """
         weights, directions = self.units.weights, dict(natural)
@@ -604,7 +606,7 @@ class AdaptiveLengthUpdate:
         return int(min(iterations, _ITERATIONS)) if isinstance(iterations, float) else iterations
 
     def _kind(self, name: str, matrices: Array, iterations: Any) -> tuple[Any, ...]:
-        """Return what weights have in common whose matrices are orthogonalized in one stack."""
+        """Return a key; weights with equal keys are orthogonalized in one stack."""
         if is_recorded(iterations):  # equal numbers of rows give equal numbers of iterations
             return (*matrices.shape[1:], self.sides[name], self._rows(name, 1.0))
         return (*matrices.shape[1:], iterations)
@@ -627,7 +629,7 @@ class AdaptiveLengthUpdate:
         combine(value, -rate, direction, shrunk, parameter)
 
     def _unit(self, name: str, step: StepInputs) -> Any:
-        """Return the unit of the outputs of a layer, of its weight or bias."""
+        """Return the unit of the outputs of the layer that has a weight or bias."""
         spread = step.spreads.get(self.predictions.get(name, ""))
         return 1.0 if spread is None else np.maximum(spread, np.minimum(spread / _SMALL, 1.0))
 
@@ -647,15 +649,15 @@ class AdaptiveLengthUpdate:
             block_of(new["slope"], names)[...] = slopes[names]
             for name in names:
                 if due[name] is not True:
-                    # A direction of several steps has the slope of the first one.
+                    # A direction of several steps has the slope of its first step.
                     of_first = new["slope"][name]
                     of_first[...] = np.where(due[name], of_first, old["slope"][name])
 
     def _part_back(self, step: StepInputs, last: Products) -> Any:
         """Return the part of the last updates that a step takes back; 0 for a step onward.
 
-        If the last updates went far beyond the minimum along them, all together, the step goes back
-        to the minimum of the parabola with their slopes.
+        If the last updates together went far beyond the minimum along them, the step goes back to
+        the minimum of the parabola with their slopes.
         """
         rise, fall = 0.0, 0.0
         for names, products in last.items():
@@ -737,14 +739,14 @@ def _numbers(products: Vector, names: Sequence[str], count: int) -> Array:
 
 
 def _where(condition: Any, chosen: Any, other: Any) -> Any:
-    """Return the first value if a condition holds, which may be recorded, else the other one."""
+    """Return ``chosen`` where a condition, which may be recorded, holds, else ``other``."""
     return other if condition is False else np.where(condition, chosen, other)
 
 
 def _next_logs(
     logs: Array, slopes: Array, next_slopes: Array, scale: float, goes_back: Any
 ) -> Array:
-    """Return the new ``log k`` of matrices; the agreement is 0 without a slope."""
+    """Return the new ``log k`` of matrices; the agreement is 0 unless the slope is positive."""
     ratios = next_slopes / np.where(slopes > 0, slopes, inf)
     agreements = np.minimum(np.maximum(ratios, -1.0), 1.0)
     grown = (1 - _DECAY) * logs + _GAIN * np.minimum(scale, 1.0) * agreements
@@ -850,7 +852,7 @@ def _averages(engine: Engine, block: FisherBlock) -> tuple[tuple[int, ...], ...]
 
 
 def _groups(engine: Engine, units: Units) -> dict[str, int]:
-    """Number the weights and the parameters with weights; a block has one number."""
+    """Return a number for each weight and each parameter with weights; see ``groups``."""
     pieces = {n: ps for n, ps in engine.pieces.items() if any(p.kind not in _BY_ADAM for p in ps)}
     owners = {piece.weight or piece.part.name: n for n, ps in pieces.items() for piece in ps}
     first = {name: name for name in pieces}
@@ -870,10 +872,10 @@ def _groups(engine: Engine, units: Units) -> dict[str, int]:
 
 
 def adapters(engine: Engine, units: Units, values: Vector) -> dict[str, str]:
-    """Return the first weights of products of two matrices of low rank, by the second ones.
+    """Return the first weight of each product of two low-rank matrices, by the second weight.
 
-    The matrices of such a product, as in an adapter, have at least four times the rank as their
-    other sides, and nothing but a constant factor is between them.
+    In such a product, as in an adapter, the other side of each matrix is at least four times the
+    rank, and only a constant factor is between the matrices.
     """
     model = engine.collection.graph
     assert isinstance(model, OnnxModel), "an engine has a model"

@@ -27,10 +27,10 @@ def check_part(name: str, value: float) -> None:
 
 
 class PartialBatch:
-    """Chooses some examples of a batch, different ones in each step.
+    """Chooses some examples of a batch, different examples in each step.
 
-    A model that does not run on a part of a batch has the whole batch; one that runs with a single
-    example has some of the parts.
+    If the model does not run on a part of a batch, the whole batch is chosen. If the model runs
+    with a single example only, some parts of the batch are chosen.
 
     Args:
         engine: The engine of the model.
@@ -42,17 +42,17 @@ class PartialBatch:
         self._axes = engine.example_axes
 
     def __call__(self, step: int, batch: Sequence[Batch]) -> tuple[Sequence[Batch], int | None]:
-        """Return the examples, and the number of examples of the whole batch.
+        """Return the chosen examples, and the number of examples of the whole batch.
 
-        Each of several processes returns examples of its shard. All of them must have met before,
-        for the gradients of the batch.
+        Each of several processes returns examples of its shard. All processes must have exchanged
+        the sizes of the shards before, for the gradients of the batch.
 
         Args:
             step: Number of the step, from 0.
             batch: The parts of the batch.
 
         Returns:
-            The parts that have examples, and the number; None for the whole batch.
+            The parts with chosen examples, and the number; None as the number if all are chosen.
         """
         divides = not self._axes.obstacle
         if self._part == 1 or not (divides or self._axes.fixed_size == 1):
@@ -63,7 +63,7 @@ class PartialBatch:
             return batch, None
         pairs = zip(batch, selections, strict=True)
         chosen = [self._axes.part(*part, selection) for part, selection in pairs if len(selection)]
-        # Over several processes, joined parts would have the random numbers of other examples.
+        # Over several processes, joined parts would draw the random numbers of other examples.
         if divides and self._engine.passes.agreement.alone:
             chosen = self._joined(chosen, max(counts))
         return chosen, sum(counts)
@@ -74,7 +74,7 @@ class PartialBatch:
         batch: Sequence[Batch],
         use: Callable[[Sequence[Batch], int | None], Result | None],
     ) -> Result:
-        """Return ``use`` of the first part in which targets count, from the part of a step on.
+        """Call ``use`` with the choices of a step and of later steps, until targets count.
 
         Args:
             step: Number of the step, from 0.
@@ -82,10 +82,10 @@ class PartialBatch:
             use: Takes the results of a call of this object; returns None if no target counts.
 
         Returns:
-            The result. It is the result for the whole batch if no part has targets that count for
-            all losses.
+            The first result of ``use`` that is not None. It is the result for the whole batch if no
+            choice has targets that count for all losses.
         """
-        # The parts of so many steps cover the batch, also with rounded sizes.
+        # The choices of this many steps cover the batch, even with rounded sizes.
         for later in range(ceil(1.5 / self._part)):
             result = use(*self(step + later, batch))
             if result is not None:
@@ -95,13 +95,13 @@ class PartialBatch:
         return result
 
     def _joined(self, parts: Sequence[Batch], most: int) -> list[Batch]:
-        """Join consecutive parts of equal shapes to parts of at most ``most`` examples."""
+        """Join consecutive parts of equal shapes into parts of at most ``most`` examples."""
         groups: list[list[Batch]] = []
         size = 0
         for part in parts:
             count = self._axes.count(part[0])
             alike = groups and self._axes.shapes(part[0]) == self._axes.shapes(groups[-1][0][0])
-            # Other inputs may have different values in each part.
+            # Inputs without an axis of examples may differ between parts.
             divided = part[0].keys() <= self._axes.inputs.keys()
             if divided and alike and size + count <= most:
                 groups[-1].append(part)
@@ -112,9 +112,9 @@ class PartialBatch:
         return [group[0] if len(group) == 1 else self._axes.joined(group) for group in groups]
 
     def _selections(self, step: int, counts: Sequence[int]) -> list[Array] | None:
-        """Return the examples in each part of the shard.
+        """Return the indices of the chosen examples in each part of the shard.
 
-        None if a process would have none in a part that others have examples in.
+        The result is None if only some of the processes would have examples in a part.
         """
         sizes = self._engine.passes.part_sizes if not self._engine.passes.agreement.alone else ()
         sizes = sizes or tuple((count,) for count in counts)
@@ -132,7 +132,7 @@ class PartialBatch:
 
 
 class DueUpdates(NamedTuple):
-    """The updates of a step."""
+    """The updates of the curvature that are due in a step."""
 
     step: int  # number of the step, from 0
     statistics: bool  # whether statistics are due
@@ -192,7 +192,7 @@ class CurvatureUpdates:
         """
         fisher, passes, planner = self._engine.fisher, self._engine.passes, self.planner
         self._latest = due
-        # A refresh begins with messages.
+        # A refresh begins with messages, which follow a vote.
         votes = due.inverses and not due.statistics
         with passes.agreement.operation("statistics", ends=votes):
             fisher.wait()
@@ -229,7 +229,7 @@ class CurvatureUpdates:
         return tuple(self._names[key] for key in refreshed)
 
     def restart(self, step: int) -> Callable[[], None]:
-        """Let the periods grow from a step on, which updates everything; return its reverse."""
+        """Restart all periods at a step, in which all is due; return a function that undoes it."""
         planner = self.planner
         before = planner.observed, planner.start, dict(planner.refreshed)
         planner.restart(step)
@@ -253,7 +253,7 @@ class CurvatureUpdates:
 
 
 def fewest_measured(engine: Engine) -> int:
-    """Return the least number of examples of a part: one example has no variance."""
+    """Return the least number of examples in a part: two if batch statistics need a variance."""
     return 2 if engine.buffers else 1
 
 
@@ -261,7 +261,8 @@ def rotating_part(step: int, rows: RowRange, part: float, least: int = 1) -> Arr
     """Return ascending indices in a shard: another part of the batch in each step.
 
     The part, in (0, 1], has the same number of examples in each step, ``least`` or more if the
-    batch has so many. They are spread over the batch evenly, so that each shard has its share.
+    batch has that many. Its examples are spread evenly over the batch, so that each shard has its
+    share of them.
     """
     size = min(max(least, round(rows.whole * part)), rows.whole)
     edges = np.arange(rows.start, rows.start + rows.count + 1) + step

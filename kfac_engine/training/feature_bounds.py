@@ -1,9 +1,10 @@
 """Bounds the lengths of a layer's updates along single features.
 
-A feature that few rows have is often absent from the sample that statistics are taken from. Its
-natural gradient is then far too long, and an update along it moves the rows that have it by a large
-multiple of what it moves other rows. Where most features are rare, as in one-hot columns and counts
-of words, each row has few of them, and an update of the usual norm moves every row too little.
+A rare feature is zero in most rows, and often in all rows of the sample from which statistics are
+computed. The natural gradient is then far too long along this feature, and an update changes the
+outputs of the rows with the feature many times as much as those of other rows. Where most features
+are rare, as in one-hot columns and counts of words, each row has few of them, and an update of the
+usual norm changes the outputs of every row too little.
 """
 
 from collections.abc import Collection, Mapping
@@ -28,14 +29,14 @@ from kfac_engine.runtime.model import OnnxModel
 from kfac_engine.training.kfac_updates import StepInputs
 from kfac_engine.training.vectors import Vector, combine
 
-# The square of a rare feature in its active rows is so many times its mean square, or more: three
-# times is usual, and 6 after a rectifier.
+# The square of a rare feature in its active rows is at least this multiple of its mean square. The
+# multiple is 3 for normal numbers, and 6 for these after a rectifier.
 _RARE = 10.0
 # Decay of the powers of the features in a step.
 _MEMORY = 0.99
-# Part of the examples of a whole batch, which rounding may change.
+# Share of the examples above which a batch counts as whole; the sum of shares is rounded.
 _WHOLE = 0.999
-# Bounds depend on each other; so many passes come close to their solution.
+# The bounds of features depend on one another; this many iterations come close to the solution.
 _PASSES = 4
 _LEAST = 1e-30  # least divisor
 # If more than this part of a table's features is rare, statistics have whole batches.
@@ -52,22 +53,22 @@ class FeatureBounds:
     A direction with the rows ``p_j``, one for each feature, changes the outputs of a layer by
     ``Σ x_j p_j`` on a row x of its inputs. The mean square of that change is about
     ``m = Σ E[x_j²] |p_j|²``. In the rows in which feature j is active, its square is about ``a_j =
-    E[x_j⁴] / E[x_j²]``, so that it changes their outputs by ``a_j |p_j|²``. The direction is
-    shortened along the rare features, with ``a_j > 10 E[x_j²]``, for which that is more than m, and
-    its length counts what it changes: see ``Shortened``. Means are over the rows of all steps, with
-    a decay of 0.99, without batches in which a target does not count.
+    E[x_j⁴] / E[x_j²]``, so that the square of their change is ``a_j |p_j|²``. A feature is rare if
+    ``a_j > 10 E[x_j²]``. The direction is shortened along rare features with ``a_j |p_j|² > m``.
+    Its length counts what it changes: see ``Shortened``. Means are over the rows of all steps, with
+    a decay of 0.99; batches in which a target does not count are left out.
     """
 
     weights: Mapping[str, Piece] = field(default_factory=dict)  # weights by unit
     inputs: tuple[LayerInput, ...] = ()  # the inputs of the layers
-    # Places of the features of each weight among those of all inputs; of each of several matrices,
-    # where they are stacked for a file.
+    # Places of the features of each weight among the features of all inputs; where weights are
+    # stacked for a file, a tuple with a place for each matrix.
     places: Mapping[str, Any] = field(default_factory=dict)
-    # Weights whose layer has one row for each example, as that of a table.
+    # Weights whose layer has one row for each example, such as a layer that reads a table.
     of_tables: Collection[str] = ()
 
     def new_slots(self, arrays: Vector) -> dict[str, Array]:
-        """Return an array of the host in the shape of the powers, of the type of ``arrays``."""
+        """Return a host array in the shape of the powers, ``(3, features)``, at least float32."""
         if not self.places:
             return {}
         every = [p if isinstance(p, tuple) else (p,) for p in self.places.values()]
@@ -85,7 +86,7 @@ class FeatureBounds:
             return Shortened(bounded, bounded)
         powers = step.new_slots[POWERS][POWERS]
         share = step.features / step.examples
-        # The powers 0 are ones, unless parts of the batch have been left out.
+        # The shares of the power 0 are one, unless parts of the batch have been left out.
         share = np.where(share[:1] > _WHOLE, share, np.zeros_like(share))
         combine(powers, _MEMORY, step.slots[POWERS][POWERS], 1 - _MEMORY, share)
         rare, means, limits = _activity(powers)
@@ -115,8 +116,8 @@ class FeatureBounds:
     def most_are_rare(self, slots: Mapping[str, Mapping[str, Any]]) -> Any:
         """Return whether more than half of the features of a table are rare.
 
-        It is a truth value, or a recorded one. Layers with several rows for each example have rows
-        enough in a part of the batch.
+        The result is a truth value, or a recorded one. Layers with several rows for each example
+        are not counted, because a part of the batch has enough rows for them.
         """
         if not self.of_tables:
             return False
@@ -129,8 +130,8 @@ class Shortened(NamedTuple):
     """Directions within their bounds, and the same directions for the lengths of updates.
 
     In ``active``, row j of a direction is multiplied by ``min(1, E[x_j²])`` if feature j is rare.
-    The inner product of the two takes the place of the squared norm of a direction: it is the mean
-    square of the change of the outputs along the rare features, and the usual norm along others.
+    The inner product of ``directions`` and ``active`` replaces the squared norm of a direction. It
+    is the mean square of the outputs' change for rare features, and the squared norm for others.
     """
 
     directions: dict[str, Array]
@@ -176,9 +177,9 @@ def feature_bounds(
 ) -> FeatureBounds:
     """Return the bounds of weights, by unit, whose layers have these blocks.
 
-    Only layers have bounds that data reach along a path without another of these layers, such as
-    those that read embedded, normalized or gated columns. Behind a layer with bounds, single
-    features are not rare in the same way.
+    A layer has bounds if data reach it along a path without another of these layers, such as a
+    layer that reads embedded, normalized or gated columns. These layers mix features, so that
+    single features behind them are not rare in the same way.
     """
     mixed = _mixed(engine, blocks)
     sizes: dict[LayerInput, int] = {}
@@ -200,7 +201,7 @@ def feature_bounds(
 
 
 def _mixed(engine: Engine, blocks: Mapping[str, FisherBlock]) -> frozenset[str]:
-    """Return the values that data reach through the matrices of layers only."""
+    """Return the values that data reach only through the matrices of layers."""
     graph = _model_of(engine).graph
     layers = [rows for block in blocks.values() for rows in block.layer_rows()]
     outputs = {name for rows in layers for name in rows.outputs}

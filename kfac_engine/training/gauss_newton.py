@@ -37,16 +37,17 @@ from kfac_engine.training.optimizer import (
 )
 from kfac_engine.training.vectors import Vector, Zeros, dot
 
-# How the damping follows the reduction ratio, and the number of dampings that a step tries.
+# How the damping follows the reduction ratio; the number of dampings that a step tries, and the
+# quotient of a damping and the next one.
 FOLLOWS = DampingAdaptation(interval=1, decay=1 / 3, min_damping=1e-12)
 _ATTEMPTS, _STRONGER = 8, 1 / 3
 MOMENTUM = 0.5
 # Rounding of a loss that is computed in float64, relative to its size.
 _RESOLUTION = 16 * float(np.finfo(np.float64).eps)
-# Iterations for a step with a sample of rows, and the part of the model's decrease so far that ends
-# them.
+# Largest number of iterations with a sample of rows; an iteration that adds less than this part of
+# the model's decrease is the last.
 _ITERATIONS, _LITTLE = 10, 0.02
-# Bounds for exact steps of the default: the most rows of an example, each of which takes a backward
+# Bounds for exact steps of "auto": the most rows of an example, each of which takes a backward
 # pass, and the most numbers of all rows that are read.
 _MOST_OF_EXAMPLE, _MOST_NUMBERS = 8, 1 << 25
 
@@ -59,13 +60,13 @@ class GaussNewtonUpdate:
     ``c + Rᵀ (R Rᵀ + λI)⁻¹ (ρ − R c)``. With ``l2``, λ contains it, and ``c = (1 − l2/λ) μ φ′ +
     l2/λ θ``.
 
-    A batch of at most 256 rows is solved by one decomposition. For more, conjugate gradients
-    minimize over φ; they are preconditioned by the matrix of 256 rows, others in each step, and end
-    where an iteration adds less than a fiftieth to the decrease, after ten at most. If they do not
-    end before, λ does not fall.
+    At most 256 rows are solved by one decomposition. For more rows, conjugate gradients minimize
+    over φ. The matrix of 256 rows, which differ between steps, preconditions them. They end with an
+    iteration that adds less than a fiftieth to the decrease, or with the tenth; in a step with ten
+    iterations, λ does not fall.
 
     A step that would raise the loss is tried again with more damping and without momentum. The
-    parameters do not move if none of the tries lowers the loss.
+    parameters do not move if every try would raise the loss.
     """
 
     engine: Engine
@@ -87,7 +88,7 @@ class GaussNewtonUpdate:
         return move
 
     def suits(self, batch: Sequence[Batch]) -> bool:
-        """Return whether the rows of a batch can be read at a price that pays."""
+        """Return whether the rows of a batch lie within the bounds of exact steps and memory."""
         try:
             space = self.engine.passes.sample_space(batch)
             parameters = sum(value.size for value in self.engine.passes.stored_parameters.values())
@@ -118,7 +119,7 @@ class GaussNewtonUpdate:
                 with step.clock("damping"):
                     change = self._loss(step, trial.values) - before
                 if abs(trial.predicted) <= _RESOLUTION * abs(before):
-                    return move  # no change is left but rounding
+                    return move  # the change is only rounding
                 adapted, ratio = adaptation.adapted(damping, change, trial.predicted, step.l2)
                 if change <= 0:
                     # Weaker damping has just failed, or needs more iterations.
@@ -135,7 +136,7 @@ class GaussNewtonUpdate:
         """Return the loss at other parameters with its penalty; infinity if it is not finite."""
         engine = self.engine
         try:
-            # An error that one process alone raises here becomes one of all.
+            # An error of one process becomes an error of all processes.
             with engine.passes.agreement.operation("loss of a trial"):
                 engine.set_parameters(values, copy=False)
                 loss, _ = engine.passes.sample_space(step.batch).residuals()
@@ -149,7 +150,7 @@ class GaussNewtonUpdate:
 class _Trial(NamedTuple):
     """The new parameters for a damping, and the change of the loss that the model predicts.
 
-    ``iterations`` is the number of iterations of conjugate gradients; 0 without any.
+    ``iterations`` is the number of iterations of conjugate gradients, 0 for a direct solution.
     """
 
     values: dict[str, Array]
@@ -185,7 +186,7 @@ class _Equations:
         self.update: dict[str, Array] = {}
 
     def solved(self, damping: float, momentum: float) -> _Trial | None:
-        """Return the solution; None if the matrix is not positive up to rounding."""
+        """Return the solution; None if rounding makes the matrix indefinite."""
         step, rho, space = self._step, self._rho, self._space
         damped = self._products.copy(order="F")
         damped[np.diag_indices(len(damped))] += damping
@@ -250,7 +251,7 @@ class _Equations:
             image = self._image(direction)
             (curvature,) = self._space.inner(image, image)
             curvature += damping * float(direction @ direction)
-            if not (slope > 0 and curvature > 0):  # nothing is left but rounding
+            if not (slope > 0 and curvature > 0):  # the rest is only rounding
                 break
             length, last = slope / curvature, slope
             vector = vector + length * direction
@@ -283,9 +284,9 @@ class GaussNewton(Optimizer):
     With R the rows of the Fisher matrix ``F = RᵀR``, one for each number that the losses predict,
     and ρ the residuals, ``g = Rᵀρ``::
 
-        φ ← argmin ½‖R φ − ρ‖² + ½ λ‖φ − μ φ‖²,    θ ← θ − η φ
+        φ ← argmin ½‖R φ − ρ‖² + ½ λ‖φ − μ φ′‖²,    θ ← θ − η φ
 
-    where φ on the right is the previous update. For ``μ = 0`` this is the damped Gauss–Newton step
+    where φ′ is the previous update. For ``μ = 0`` this is the damped Gauss–Newton step
     ``(F + λ)⁻¹ g``. At most 256 rows are solved by one Cholesky decomposition of ``R Rᵀ + λI``. For
     more rows, conjugate gradients solve to about two percent of the decrease, with three to ten
     products with R in most steps: they are preconditioned by the matrix of 256 rows, which has
@@ -361,7 +362,7 @@ class GaussNewton(Optimizer):
         """Return a bound of the peak memory of training; rows and products are ``scratch``.
 
         Args:
-            batch_size: Number of examples, of a part if a batch has several.
+            batch_size: Number of examples of a batch, or of each of its parts.
             accumulate: Number of parts of a batch.
 
         Returns:

@@ -11,7 +11,7 @@ from kfac_engine.training.vectors import Products, Vector, Zeros
 
 # Decay of the averages of squares.
 _DECAY = 0.9
-# A gradient of so many times the usual length counts in full, and a longer one as much as this one.
+# A gradient up to this multiple of the usual length counts in full; longer gradients are shortened.
 _LONGEST = 2.0
 _SQUARES, _MATRICES = "usual_square", "matrices"
 
@@ -21,15 +21,15 @@ class GradientWeight:
     """The weight of a step's gradient in the averages, at most 1.
 
     One row of a batch may have a gradient that is longer than those of all other rows together,
-    such as a row with a feature of fifty standard deviations. Averages of gradients would follow it
-    for the ten steps that they span, with updates of the usual length, beyond the minimum for this
-    row and against all others. With the usual squares u of the matrices, averages over about ten
-    steps, the gradient is multiplied by ::
+    such as a row with a feature of fifty standard deviations. Averages of gradients would follow
+    this row for the ten steps that they span. Updates of the usual length would then pass the
+    minimum of the row's loss, and raise the loss of other rows. With the gradient g of a matrix and
+    its usual square u, all gradients of a step are multiplied by ::
 
         w = min(1, 2 / r)        log r² = mean of log(|g|² / u) over the matrices
 
-    and u is the average of ``w² |g|²``. Squares of zero do not count. A matrix that few steps
-    reach, as that of an expert, has little influence on the mean of logarithms.
+    and u is the average of ``w² |g|²`` over about ten steps. Squares of zero do not count. A matrix
+    that few steps reach, such as an expert's, has little influence on the mean of logarithms.
     """
 
     def new_slots(self, numbers: Vector) -> SlotArrays:
@@ -48,9 +48,9 @@ class GradientWeight:
         Args:
             old: The state.
             new: Arrays that receive the new one.
-            squares: The |g|² of all matrices.
+            squares: ``|g|²`` of each matrix.
             steps: Number of steps so far.
-            back: Whether the step goes back, and has the weight 0; may be recorded.
+            back: Whether the step ignores its gradient; the weight is then 0. May be recorded.
         """
         if not squares:
             return 1.0

@@ -22,7 +22,7 @@ class Callback:
     ``on_step_end`` and ``on_epoch_end`` end the run if they return True.
 
     Attributes:
-        metric: Name in records of a metric that the validation must have; None for any.
+        metric: Name, as in records, of a metric that validations must compute; None for any.
         on_every_rank: Whether each of several processes calls the hooks; False if only the first
             process does. All processes must call a callback that evaluates the engine or replaces
             weights. Only the first process should call a callback that writes a file.

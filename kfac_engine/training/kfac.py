@@ -69,7 +69,7 @@ _REFRESHES = "refreshes"
 EXAMPLES, REPEATED = "examples", "repeated"
 # Group of the evidence, in states of networks that read a table.
 EVIDENCE = "evidence"
-_EXACT = "exact"  # the entry that says whether the last step was exact
+_EXACT = "exact"  # the entry with the index of the rule of the last step
 # Factors of the damping and of the learning rate after the loss has exploded.
 _MORE_DAMPING, _SHORTER = 10, 0.3
 
@@ -85,24 +85,24 @@ _LARGE_RATE = 1e6
 _WEIGHT_DECAY = 0.05
 # Momentum of learning rates other than "auto".
 _MOMENTUM = 0.9
-# Number of examples that come again and again, for which the decay doubles, and its largest factor.
+# Number of repeated examples for which the weight decay doubles, and the decay's largest factor.
 _FEW, _MOST_DECAY = 6000.0, 20.0
-# Part of the residuals to expect, below which the updates of "auto" become shorter.
+# Residuals relative to their expected size, below which the updates of "auto" become shorter.
 _SMALL_RESIDUALS = 0.1
-# The first step corrects predictions if the spread of their errors, or their mean error, is more
-# than so many times the spread of the targets.
+# The first step corrects predictions if the spread of their errors, or their mean error, exceeds
+# this multiple of the targets' spread.
 _MISFIT = 2.0
 # Number of independent batches that an average of gradients holds, about (1 + μ) / (1 − μ), and the
 # largest factor of the lengths where epochs are shorter.
 _AVERAGED, _LONGEST = 12.0, 2.0
-_OF_TWO_BATCHES = 0.5  # bound of the part of the examples in one of two batches
+_OF_TWO_BATCHES = 0.5  # a batch with a smaller share of the examples is one of several
 
 
 class Rule(NamedTuple):
     """How a step moves, with the numbers that belong to its update."""
 
     update: Update  # computes the new parameters
-    momentum: Rate | None  # momentum; None if the update solves it
+    momentum: Rate | None  # momentum; None if the update chooses it
     # Factor of the update, without a schedule; None for the learning rate of the optimizer.
     rate: float | None
     damping: float  # λ of the first step, or ε of a ``RelativeDamping`` if ``relative``
@@ -119,7 +119,7 @@ class Basis(NamedTuple):
     batch: Sequence[Batch]  # the parts of the batch that the step fits
     loss: float  # their loss
     seen: SeenExamples  # the examples of all steps
-    repeated: RepeatedBatch  # what the steps tell about the next one
+    repeated: RepeatedBatch  # what the steps so far tell about the next step
     following: float | None = None  # damping of the next step, if the update has chosen it
     evidence: Evidence = Evidence()  # what the steps tell about the precisions of weights
 
@@ -137,10 +137,10 @@ class KfacOptimizer(Optimizer):
     Adam with ``adam_rate``. All lengths fall with the residuals: the residual is the root of the
     mean square of the loss's gradients, relative to its expected value for the least certain
     predictions (``Residuals``). Below a tenth, lengths are multiplied by ten times the residual.
-    If a run repeats few examples (``SeenExamples``), weights shrink more; if it repeats at least
-    1,024 rows of a table, or fewer with squared errors for the seventh time, by their noise
-    (``ShrinkageByEvidence``); if the table has few batches, updates are up to twice as long. The
-    damping is relative (``RelativeDamping``).
+    If a run repeats few examples (``SeenExamples``), weights shrink more. If it repeats at least
+    1,024 rows of a table, or fewer rows with squared errors for the seventh time, weights shrink by
+    their noise (``ShrinkageByEvidence``). If the table has few batches, updates are up to twice as
+    long. The damping is relative (``RelativeDamping``).
 
     Where all losses are squared errors and every step has the same examples and targets, as for a
     function or an equation, ``"auto"`` fits them exactly from the eleventh step on. An exact step
@@ -169,19 +169,19 @@ class KfacOptimizer(Optimizer):
         learning_rate: η, a number or a function of the number of steps so far; ``"auto"`` or
             ``"quadratic"``.
         damping: λ, 0.01 if None; it contains ``l2``. With ``"auto"``, ε of the
-            ``RelativeDamping``, 0.1 if None. A learning rate that is given takes a
-            ``RelativeDamping`` as well.
+            ``RelativeDamping``, 0.1 if None. With a number or a function as the learning rate, it
+            may be a ``RelativeDamping`` as well.
         momentum: μ in [0, 1), or a function of the number of steps so far; ``"quadratic"`` needs
-            this learning rate. None is 0.9; with ``"auto"`` 0.85, and up to 0.95 for matrices whose
-            gradients cancel (``AverageSpan``).
-        weight_decay: w, at least 0. With ``"auto"``, w is 0.05 if None, and parameters shrink by w
-            times ``update_length`` or ``adam_rate``, more with few examples, or by the evidence of
-            a table's rows; otherwise w is 0 if None.
+            ``learning_rate="quadratic"``. None is 0.9; with ``"auto"``, None is 0.85, and up to
+            0.95 for matrices whose gradients cancel (``AverageSpan``).
+        weight_decay: w, at least 0; None is 0. With ``"auto"``, None is 0.05, and parameters shrink
+            by w times ``update_length`` or ``adam_rate``, more with few examples, or by the
+            evidence of a table's rows.
         l2: Coefficient of ``½ l2 ‖θ‖²``, which is added to the loss; at least 0. It is part of λ.
         adapt_damping: Whether λ follows the reduction ratio (Levenberg–Marquardt), or a
             ``DampingAdaptation`` with other constants. It needs an absolute damping, as
             ``"quadratic"`` does; ``"auto"`` then uses one.
-        update_length: Length of the update of one output in the noise of the batches, for
+        update_length: Frobenius norm of a matrix's update, divided by ``k √outputs``, for
             ``"auto"``.
         adam_rate: Learning rate of Adam, for ``"auto"``.
         statistics_every: Largest number of steps between two updates of the statistics. Periods
@@ -270,7 +270,7 @@ class KfacOptimizer(Optimizer):
 
     @property
     def damping(self) -> float:
-        """λ of the next step, or a ``RelativeDamping``; can be set, and remains of its kind."""
+        """λ of the next step, or a ``RelativeDamping``; it can be set, but its kind is fixed."""
         return self._damping
 
     @damping.setter
@@ -279,7 +279,7 @@ class KfacOptimizer(Optimizer):
         self._damping = RelativeDamping(value) if self._rule.relative else float(value)
 
     def _engine_damping(self, value: float) -> float:
-        """Return the damping of the engine for a given one; raise an InputError for a wrong one."""
+        """Return the engine's damping for a value; a wrong value raises InputError."""
         check_positive("damping", value)
         relative = self._rule.relative
         if not relative and value < self._l2:
@@ -415,7 +415,7 @@ class KfacOptimizer(Optimizer):
         return self._restraint * self._rule.rate if scale else 0.0
 
     def recorded(self, repeats: Callable[[FisherBlock], float]) -> StackedUpdate:
-        """Return the update of a training file; ``repeats`` has the rows of each example."""
+        """Return the update of a training file; ``repeats`` counts an example's rows."""
         update = self._lengths
         rows = {name: repeats(block) for name, block in update.blocks.items()}
         return stacked_update(update, self._parameters(), rows)
@@ -511,7 +511,7 @@ class KfacOptimizer(Optimizer):
         return update.features.inputs if isinstance(update, AdaptiveLengthUpdate) else ()
 
     def _seen_with(self, batch: Sequence[Batch]) -> SeenExamples:
-        """Return the examples of all steps and of a batch; none unless decay needs them."""
+        """Return the examples of all steps and of a batch; unchanged if decay ignores them."""
         if not self.counts_examples:
             return self._basis.seen
         engine, ranks = self.engine, self.engine.passes.agreement
@@ -525,7 +525,7 @@ class KfacOptimizer(Optimizer):
     ) -> RepeatedBatch:
         """Return what the steps so far and a batch tell, with the first exact rule that suits it.
 
-        It is called if steps may be exact.
+        The caller has checked that steps may be exact.
         """
         engine = self.engine
         of_shard = mark(batch, engine.example_axes, engine.collection.backend)
@@ -539,9 +539,9 @@ class KfacOptimizer(Optimizer):
             return repeated.following(0 if update.suits(batch) else 1)
 
     def _evidence_with(self, residuals: Residuals, seen: SeenExamples, *, tells: bool) -> Evidence:
-        """Return the evidence of all steps and of a batch; it is called if weights shrink by it.
+        """Return the evidence of all steps and of a batch, for weights that shrink by evidence.
 
-        ``tells`` is whether residuals tell the noise, and not how well it is fitted.
+        ``tells`` is whether residuals measure the noise; exact steps may have fitted it.
         """
         evidence, rule = self._basis.evidence, self._shrinkage
         if tells:
@@ -553,7 +553,7 @@ class KfacOptimizer(Optimizer):
         return rule.measured(evidence, self.steps, seen, self._parameters())
 
     def _follow(self, rule: Rule, undo: Undo) -> None:
-        """Move by a rule from this step on; a rule that replaces another starts anew."""
+        """Follow a rule from this step on; a change of the rule resets the optimizer's state."""
         if rule is self._rule:
             return
         restore_plans = self._curvature.restart(self.steps)
@@ -574,7 +574,7 @@ class KfacOptimizer(Optimizer):
                 self._lengths.keep(self._slots, self._parameters())
 
     def _kept(self) -> SlotArrays:
-        """Return the slots in which exact steps keep the parameters before the first one."""
+        """Return the slots that keep the parameters from before the first exact step."""
         return {} if self._rule is self._given else {name: self._slots[name] for name in KEPT}
 
     @property
@@ -605,7 +605,7 @@ class KfacOptimizer(Optimizer):
         return basis, {name: in_file[name] for name in self._names if name in in_file}
 
     def _judged(self, move: Move, repeated: RepeatedBatch) -> Move:
-        """Return the move of a step; if its trial has failed, to where exact steps began."""
+        """Return the move of a step; after a failed trial, to the start of the exact steps."""
         if self._rule is self._given or not repeated.refused:
             return move
         return move._replace(values=self._lengths.kept(self._slots, self._parameters()))
@@ -632,11 +632,11 @@ class KfacOptimizer(Optimizer):
     ) -> StepReport:
         """Adapt the damping where that is due; return the report with the reduction ratio."""
         predicted, basis = report.predicted_change, self._basis
-        # The step of the report is over: steps is its number from 1.
+        # The step of the report has been counted: ``steps`` is its number from 1.
         if predicted is None or not adaptation.is_due(self.steps - 1):
             return report
         before = basis.loss + report.penalty
-        if abs(predicted) <= _RESOLUTION * abs(before):  # no change is left but rounding
+        if abs(predicted) <= _RESOLUTION * abs(before):  # the change is only rounding
             return report
         with clock("damping"):
             try:
@@ -738,19 +738,19 @@ def _decay(scarcity: Any) -> Any:
 
 
 def _left(decay: Any, size: Any) -> Any:
-    """Return the factor of the weight decay: near 1 where hardly any residuals are left."""
+    """Return the factor of the weight decay, which falls to 1 with the residuals."""
     return 1 + (decay - 1) * _signal(size)
 
 
 def _signal(size: Any) -> Any:
-    """Return the factor of the lengths by the size of the residuals, if they depend on it."""
+    """Return the factor of the lengths for a size of the residuals; 1 for None."""
     return 1.0 if size is None else np.minimum(size / _SMALL_RESIDUALS, 1.0)
 
 
 def _corrections(residuals: Residuals, step: Any, scale: Any) -> dict[str, Correction]:
     """Return the corrections of predictions that are far from the unit of their targets.
 
-    ``step`` is the number of steps so far, and ``scale`` that of the updates; they may be recorded.
+    ``step`` is the number of steps so far, and ``scale`` the updates' factor; they may be recorded.
     """
     recorded = is_recorded(step)
     if not recorded and (step or not scale):

@@ -1,7 +1,6 @@
 """Stacks parameters that an update treats alike, so that a training file has few nodes for them.
 
-A file takes longer to load with each node. The nodes of a stack are as many as those of one of its
-parameters.
+A file takes longer to load with each node. A stack needs as many nodes as one of its parameters.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -21,17 +20,17 @@ from kfac_engine.training.kfac_updates import StepInputs
 from kfac_engine.training.optimizer import SlotArrays
 from kfac_engine.training.vectors import Vector
 
-# Largest number of entries of a parameter in a stack: a larger one takes longer to copy than its
-# nodes to load.
+# Largest number of entries of a parameter in a stack: to copy a larger parameter takes longer than
+# to load its nodes.
 _LARGEST = 1 << 18
 
 
 @dataclass(frozen=True, slots=True)
 class Stacks:
-    """Parameters that are stacked along a first axis, ``(members, …)``; weights as matrices."""
+    """Parameters that are stacked along a first axis, ``(members, …)``; weights are matrices."""
 
     members: Mapping[str, tuple[str, ...]]  # parameters by stack
-    # The weights among them whose arrays are not their matrices.
+    # The stacked weights whose arrays differ from their matrices.
     weights: Mapping[str, Piece]
 
     @property
@@ -40,13 +39,13 @@ class Stacks:
         return {name: stack for stack, names in self.members.items() for name in names}
 
     def joined(self, arrays: Vector, stacks: Collection[str] | None = None) -> dict[str, Array]:
-        """Return arrays by stack, and those of other parameters; only some stacks if given."""
+        """Return arrays by stack, for ``stacks`` or for all, and arrays outside of stacks."""
         of = self.of
         result = {name: array for name, array in arrays.items() if name not in of}
         for stack, names in self.members.items():
             if names[0] in arrays and (stacks is None or stack in stacks):
                 rows = [self._rows(name, arrays[name]) for name in names]
-                # In a file, parts with an axis of their own would take a node each.
+                # In a file, a new axis for each member would take a node for each member.
                 joined = array_module(rows[0]).concatenate(rows)
                 result[stack] = joined.reshape(len(names), *rows[0].shape)
         return result
@@ -68,7 +67,7 @@ class Stacks:
         return array if piece is None else piece.matrices(array, copy=False)[0]
 
     def first(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Return values by parameter for the stacks, which have those of their first members."""
+        """Return values by stack, those of its first member, and values outside of stacks."""
         of = self.of
         left = {name: value for name, value in values.items() if name not in of}
         return left | {
@@ -76,7 +75,7 @@ class Stacks:
         }
 
     def names(self, names: Sequence[str]) -> list[str]:
-        """Return the names of stacks, and of other parameters, for the names of parameters."""
+        """Return the names of parameters with members replaced by their stacks."""
         of = self.of
         return [*dict.fromkeys(of.get(name, name) for name in names)]
 
@@ -86,8 +85,8 @@ class StackedUpdate:
     """An update of stacks in place of their members."""
 
     stacks: Stacks
-    update: AdaptiveLengthUpdate  # the parameters that it knows are the stacks
-    like: Vector  # the parameters
+    update: AdaptiveLengthUpdate  # the update, with the stacks as its parameters
+    like: Vector  # the parameters of the model
 
     def new_slots(self) -> SlotArrays:
         """Return the state before the first step."""
@@ -99,7 +98,7 @@ class StackedUpdate:
         precondition: Callable[[Vector], dict[str, Array]],
         moment: Callable[[FisherBlock], Any],
     ) -> dict[str, Array]:
-        """Return new parameters; the slots of the step are those of ``new_slots``.
+        """Return new parameters; the slots of the step have the form of ``new_slots``.
 
         ``precondition`` returns natural gradients of vectors by parameter, and ``moment`` the mean
         square of the inputs of a block.

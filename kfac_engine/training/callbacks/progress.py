@@ -140,7 +140,7 @@ class _Numbers:
     curvature: float = 0.0  # seconds of the stages that curvature adds to a step
     seconds: float = 0.0  # seconds of all stages
     loss: float = 0.0  # sum of the finite losses of the epoch
-    steps: int = 0  # their number
+    steps: int = 0  # number of the finite losses
 
     @property
     def mean_loss(self) -> float:
