@@ -63,11 +63,10 @@ def owners(works: Mapping[str, Load], size: int) -> dict[str, int]:
 def slots(works: Mapping[str, Load], size: int, period: int) -> dict[str, Slot]:
     """Return the rank and the phase of each work, the same for every order of the works.
 
-    Ranks are assigned together with phases: the works of one phase are about as large as each
-    other, so that no rank waits long for another one in any phase. If there are fewer works than
-    slots, and all have a cost, each slot has at most one work, and the first phases have all of
-    them. ``size`` is the number of ranks, ``period`` the number of phases. Errors are as for
-    ``owners``.
+    Ranks are assigned together with phases: the works of one phase have about the same size, so
+    that the ranks of a phase finish at about the same time. If there are at most as many works as
+    slots, and every work has a cost, each work has a slot of its own, from the first phase on.
+    ``size`` is the number of ranks, ``period`` the number of phases. Errors are as for ``owners``.
     """
     check_int("size", size, least=1)
     check_int("period", period, least=1)

@@ -161,8 +161,7 @@ def _shares(norms: Any, rare: Any, limits: Any, means: Any) -> Any:
     Args:
         norms: Squared norms of the rows of each matrix.
         rare: Whether features are rare.
-        limits: Bounds of the squares of rare features, relative to the mean square change of the
-            outputs.
+        limits: ``1 / a_j`` of rare features: see ``FeatureBounds``.
         means: Mean squares of the features.
     """
     bounded = norms

@@ -105,9 +105,9 @@ class _FirstOrder(Optimizer):
 
     @property
     def _states(self) -> int:
-        """Number of states in memory: 1 if only the numbers of a step can make it fail, else 2.
+        """Number of states in memory: 1 if a step fails only by its numbers, else 2.
 
-        A step can also fail in another process, or for lack of memory on a GPU.
+        With several processes, a step can fail in another process; on a GPU, for lack of memory.
         """
         on_host = all(isinstance(array, np.ndarray) for array in self._parameters().values())
         return 1 if on_host and self.engine.passes.agreement.alone else 2

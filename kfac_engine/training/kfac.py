@@ -289,7 +289,7 @@ class KfacOptimizer(Optimizer):
             )
         if isinstance(value, RelativeDamping) and not relative:
             raise InputError(
-                f"this optimizer has an absolute damping; give a number for {value!r}."
+                f"this optimizer has an absolute damping; pass a number instead of {value!r}."
             )
         check_damping(float(value), self.engine.options.exps)
         return RelativeDamping(value) if relative else float(value)

@@ -424,7 +424,7 @@ class Optimizer(Summarized, Sealed, ABC):
         return TrainingState(type(self).__name__, {OPTIMIZER: self.state(), **parts}, run)
 
     def _check_slots(self, slots: SlotArrays) -> None:
-        """Refuse an overflow of the slots that parameters do not show."""
+        """Refuse an overflow of slots that divide updates, which leaves parameters finite."""
         backend = self.engine.collection.backend
         for slot in _DIVISORS & slots.keys():
             arrays = list(slots[slot].blocks.values())

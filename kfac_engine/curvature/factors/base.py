@@ -694,7 +694,7 @@ def begin_refresh(
     """Begin a refresh, so that a device computes inverses while the host continues.
 
     The returned function waits for the results and stores them at its first call. A factor calls it
-    before its average changes. Errors are as for ``refresh``; the function raises the
+    before its average changes. Errors are as for ``refresh``; the returned function raises
     ``InputError``.
     """
     due = [factor for factor in factors if factor.has_inverses]

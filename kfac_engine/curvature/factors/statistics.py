@@ -118,7 +118,7 @@ class Statistic(ABC):
 
 @dataclass(frozen=True, slots=True)
 class Count:
-    """What a measurement is a mean over; the counts of the parts of a batch add up."""
+    """The counts by which a measurement is divided; counts of parts of a batch are summed."""
 
     examples: int  # number of examples
     # Number of rows, uses × positions of each example; the sum of their weights if they have
