@@ -9,8 +9,7 @@ const RUNS = [
   { name: 'kfac', label: 'K-FAC', variable: '--run-first' },
   { name: 'adamw', label: 'AdamW', variable: '--run-second' },
 ];
-// The steps take as long without the runtime's optimizations, which take a third of the time to open.
-const OPTIONS = { runtime: url('ort/ort.wasm.min.mjs'), wasm: { numThreads: 1 }, session: { graphOptimizationLevel: 'disabled' } };
+const OPTIONS = { runtime: url('ort/ort.wasm.min.mjs'), wasm: { numThreads: 1 } };
 const falling = (done) => Math.min(1, (1 - done) / 0.4);
 
 // -- races -------------------------------------------------------------------------------------------

@@ -245,7 +245,9 @@ export class LocalModel implements Model {
   private session(name: Name): Promise<Session> {
     let session = this.sessions.get(name);
     if (!session) {
-      const options = { logSeverityLevel: 3, ...this.options.session };
+      // Graph optimizations take most of the time in which a step's session is created, and save none of a step.
+      const level = name === 'training' ? { graphOptimizationLevel: 'disabled' } : {};
+      const options = { logSeverityLevel: 3, ...level, ...this.options.session };
       session = this.runtime.InferenceSession.create(this.files.get(name) as Uint8Array, options);
       this.files.delete(name);
       if (name !== 'initial') this.sessions.set(name, session);

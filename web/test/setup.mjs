@@ -4,7 +4,7 @@ import * as ort from 'onnxruntime-web';
 import { Trainer } from 'kfac-engine';
 
 export const FILES = process.env.FILES;
-export const OPTIONS = { runtime: ort, wasm: { numThreads: 1 }, session: { graphOptimizationLevel: 'disabled' } };
+export const OPTIONS = { runtime: ort, wasm: { numThreads: 1 } };
 export const load = (name, options = {}) => Trainer.load(`${FILES}/${name}`, { ...OPTIONS, ...options });
 
 /** The digits: images from 0 to 1 and labels; the first `train` are for training. */
