@@ -419,6 +419,7 @@ class TrainingFiles:
             # session, and save no time of a step.
             optimize = name not in (TRAINING, INITIAL)
             self._sessions[name] = Session(model, threads=1, optimize=optimize, what=f"'{name}'")
+            del self._data[name]
         return self._sessions[name]
 
     def _source(self, data: Data, batch_size: int, seed: int) -> RunData:
