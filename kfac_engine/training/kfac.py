@@ -129,31 +129,17 @@ class KfacOptimizer(Optimizer):
 
     With a learning rate η: ``v ← μ v + g``, ``u = (F + λ)⁻¹ v``, ``θ ← θ − η (u + w θ)``.
 
-    With ``"auto"``, gradients are averaged with weight ``1 − μ``, and the average is taken one step
-    ahead (Nesterov). The natural gradient of each matrix receives singular values close to one and
-    is scaled to the Frobenius norm ``k · update_length · √outputs``. The multiple k of a matrix
-    grows while its gradients agree with its last update, and returns to 1 in noise
-    (``AdaptiveLengthUpdate``). Vectors, embeddings and parameters without a layer are updated by
-    Adam with ``adam_rate``. All lengths fall with the residuals: the residual is the root of the
-    mean square of the loss's gradients, relative to its expected value for the least certain
-    predictions (``Residuals``). Below a tenth, lengths are multiplied by ten times the residual.
-    If a run repeats few examples (``SeenExamples``), weights shrink more. If it repeats at least
-    1,024 rows of a table, or fewer rows with squared errors for the seventh time, weights shrink by
-    their noise (``ShrinkageByEvidence``). If the table has few batches, updates are up to twice as
-    long. The damping is relative (``RelativeDamping``).
-
-    Where all losses are squared errors and every step has the same examples and targets, as for a
-    function or an equation, ``"auto"`` fits them exactly from the eleventh step on. An exact step
-    is a step of ``GaussNewton`` if the model has at least as many parameters as rows are read, and
-    the losses predict at most eight numbers of an example. Otherwise, or if a sample of rows says
-    too little about all rows, it is a step of ``"quadratic"`` with ``momentum="quadratic"``, the
-    whole batch's curvature and a damping that starts at 1 and follows ``DampingAdaptation(2,
-    0.9)``. The first 30 or 60 exact steps leave a fifth of the examples out (``RepeatedBatch``). If
-    the loss of these examples rises by a twentieth of the loss's fall so far, the minimum fits
-    noise, and the optimizer returns to the parameters before the first exact step, and to its
-    earlier kind of step. A batch with other examples ends the exact steps. A caller who passes
+    With ``"auto"``, the natural gradient of an averaged gradient receives equal singular values for
+    each matrix, and the Frobenius norm ``k · update_length · √outputs``. The multiple k grows while
+    gradients agree with the last update, and returns to 1 in noise (``AdaptiveLengthUpdate``). Adam
+    updates vectors, embeddings and parameters without a layer, with ``adam_rate``. Weights of runs
+    that repeat few examples shrink more, and those of tables by their noise. If all losses are
+    squared errors and every step has the same examples and targets, as for a function or an
+    equation, steps are exact from the eleventh on: those of ``GaussNewton``, or of ``"quadratic"``
+    if rows of the Fisher matrix are too many. The first exact steps leave examples out. If these
+    examples show that the steps fit noise, the parameters before them return. A caller who passes
     ``damping``, ``momentum``, a positive ``weight_decay`` or ``adapt_damping`` excludes exact
-    steps.
+    steps. docs/default_rule.md has all formulas and constants.
 
     With ``"quadratic"``, ``p = (F + λ)⁻¹ g``, ``v ← μ v − α p`` and ``θ ← θ − (v + w θ)``, where α
     and μ minimize the quadratic model of the loss with the whole Fisher matrix (``momentum=
