@@ -78,7 +78,7 @@ def test_step_transfers_only_batch_and_few_numbers(
     counts.clear()
     engine.step(inputs, targets)
     assert counts["uploads"] == 9
-    assert counts["reads"] + counts["downloads"] <= 11
+    assert counts["reads"] + counts["downloads"] == 6
     counts.clear()
     engine.set_parameters({name: value + 1 for name, value in engine.parameters.items()})
     assert counts["uploads"] == 1  # a table of addresses
@@ -130,8 +130,8 @@ def test_reads_of_optimizers_are_independent_of_number_of_layers(
 # What a step of KfacOptimizer may start on a device, read from it and copy to it. A launch takes
 # the host 20 microseconds, and a read stops the device.
 BUDGETS = {
-    "plain": {"launches": 74, "reads": 11, "uploads": 17},
-    "statistics": {"launches": 101, "reads": 15, "uploads": 26},
+    "plain": {"launches": 78, "reads": 9, "uploads": 17},
+    "statistics": {"launches": 105, "reads": 13, "uploads": 26},
 }
 
 

@@ -53,8 +53,13 @@ class MemorySpace(Protocol):
     def on_host(self, array: Array) -> Array:
         """Return a host copy or view of an array, after the device has computed it."""
 
-    def finite(self, arrays: Sequence[Array]) -> list[bool]:
-        """Return whether each array is finite; the host reads once if all arrays are finite."""
+    def finite(
+        self, arrays: Sequence[Array], numbers: Sequence[Any] = ()
+    ) -> tuple[list[bool], list[float]]:
+        """Return whether each array is finite, and ``numbers`` on the host.
+
+        The host reads once if all arrays are finite.
+        """
 
     def ordered(self) -> AbstractContextManager[object]:
         """Return a context whose work runs after all earlier work and before all later work."""
@@ -93,8 +98,10 @@ class HostMemory:
     def on_host(self, array: Array) -> Array:
         return array
 
-    def finite(self, arrays: Sequence[Array]) -> list[bool]:
-        return [all_finite(array) for array in arrays]
+    def finite(
+        self, arrays: Sequence[Array], numbers: Sequence[Any] = ()
+    ) -> tuple[list[bool], list[float]]:
+        return [all_finite(array) for array in arrays], [*map(float, numbers)]
 
     def ordered(self) -> AbstractContextManager[object]:
         return nullcontext()

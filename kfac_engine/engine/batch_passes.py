@@ -10,9 +10,11 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from math import fsum, isfinite, nan, prod, sqrt
 from types import MappingProxyType
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from kfac_engine._types import Array, Rows, entries
+from kfac_engine.backend.memory_space import HOST
+from kfac_engine.backend.namespace import on_device
 from kfac_engine.curvature.factors.base import FisherFactor
 from kfac_engine.curvature.factors.readers import Measurements, Update
 from kfac_engine.curvature.factors.refresh import Division
@@ -29,7 +31,12 @@ from kfac_engine.engine.curvature_products import CurvatureProducts
 from kfac_engine.engine.model_arrays import ModelArrays
 from kfac_engine.engine.rollback import ignore_overflow
 from kfac_engine.engine.sample_space import SampleSpace, bytes_of
-from kfac_engine.engine.validation import check_batch_size, check_finite, check_variances
+from kfac_engine.engine.validation import (
+    check_batch_size,
+    check_finite,
+    check_variances,
+    refuse_nonfinite,
+)
 from kfac_engine.errors import DivergenceWarning, KfacError, NonFiniteError, warn
 from kfac_engine.layers.feature_powers import FeaturePowers
 from kfac_engine.losses.objective import BatchSize, Objective, Observation, Residuals
@@ -127,9 +134,10 @@ def run_backward(
         the number is the same for all losses and predictions.
     """
     ratio = None if outputs is None else objective.fisher_ratio(observation)
-    times, each = ratio or 1.0, list[float]()
+    times, each = ratio or 1.0, list[Any]()
     loss, cotangents = objective.value_and_cotangents(trace, times, observation, residuals, each)
-    _finite(loss)
+    if isinstance(loss, float):
+        _finite(loss)
     if outputs is None or ratio is None:
         gradients = trace.writable_vjp(cotangents, parameters) if parameters else {}
         return BackwardResult(loss, gradients, each=tuple(each))
@@ -342,16 +350,21 @@ class BatchPasses:
         arguments = observation, parameters, outputs, residuals
         try:
             backward = run_backward(trace, self.objective, *arguments)
-            check_finite(backward.gradients, self.model.memory_space)
+            # The losses may be on a device, which is read once.
+            finite, each = self.model.memory_space.finite(
+                list(backward.gradients.values()), backward.each
+            )
+            loss = _finite(sum(each))
+            refuse_nonfinite(backward.gradients, finite)
         except NonFiniteError as error:
             self._raise_with_origin(error, trace)
         return BackwardResult(
-            backward.loss,
+            loss,
             self.arrays.for_backend(backward.gradients),
             backward.outputs,
             self._updated_buffers(trace) if update_buffers and self.model.new_buffers else {},
             disagreements(self.model.graph, trace),
-            backward.each,
+            tuple(each),
         )
 
     def step_gradients(
@@ -379,6 +392,8 @@ class BatchPasses:
         backward = self.gradients(
             traced, update_buffers, residuals, features, outputs, losses_alone=losses_alone
         )
+        if self.model.memory_space is not HOST:
+            self._read_sums(residuals, features if self.shards.alone else None)
         norm = nan if self.shards.alone else self._norm(backward.gradients)
         numbers = backward.loss, norm, *backward.each
         (loss, bound, *each), residuals = self.shards.totals(numbers, residuals)
@@ -398,6 +413,22 @@ class BatchPasses:
             backward.notes,
             backward,
         )
+
+    def _read_sums(self, residuals: Residuals | None, features: FeaturePowers | None) -> None:
+        """Move the sums of residuals and features to the host, in one read of a device."""
+        sums = {} if residuals is None else residuals.sums
+        arrays = [x for entry in sums.values() for x in entry if on_device(x)]
+        if features is not None and features.sums is not None and on_device(features.sums):
+            arrays.append(features.sums)
+        if not arrays:
+            return
+        read = self._assembly.collection.backend.download(arrays)
+        known = {id(array): number for array, number in zip(arrays, read, strict=True)}
+        for key, entry in sums.items():
+            sums[key] = tuple([known.get(id(x), x) for x in entry])
+        if features is not None and features.sums is not None:
+            powers = known.get(id(features.sums), features.sums)
+            features.sums = powers.astype(features.sums.dtype, copy=False)
 
     def _norm(self, gradients: Mapping[str, Array]) -> float:
         backend = self._assembly.collection.backend

@@ -1,6 +1,6 @@
 """Checks the estimation modes, batch sizes and gradients that an engine receives."""
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from math import prod
 
 import numpy as np
@@ -131,8 +131,15 @@ def check_finite(
 
     ``what`` precedes the name of the array in the message.
     """
-    for name, finite in zip(arrays, memory_space.finite(list(arrays.values())), strict=True):
-        if not finite:
+    refuse_nonfinite(arrays, memory_space.finite(list(arrays.values()))[0], what)
+
+
+def refuse_nonfinite(
+    names: Iterable[str], finite: Iterable[bool], what: str = "the gradient of"
+) -> None:
+    """Raise a NonFiniteError with the first name that is not finite."""
+    for name, good in zip(names, finite, strict=True):
+        if not good:
             raise NonFiniteError(f"{what} '{name}' holds NaN or infinity.")
 
 

@@ -19,7 +19,7 @@ import numpy as np
 
 from kfac_engine._types import Array, OfValues, Values
 from kfac_engine.arguments import check_at_least_zero
-from kfac_engine.backend.namespace import array_module, as_array, recordable
+from kfac_engine.backend.namespace import array_module, as_array, on_device, recordable
 from kfac_engine.errors import InputError, RegistrationError, ShapeError, UnsupportedError
 from kfac_engine.losses.checks import (
     Named,
@@ -346,8 +346,8 @@ class LossFunction(ABC):
 
     def value_and_gradient(
         self, values: Values, observed: Observed | None = None
-    ) -> tuple[float, dict[str, Array]]:
-        """Return ``value`` and ``gradient``.
+    ) -> tuple[Any, dict[str, Array]]:
+        """Return ``value`` and ``gradient``; on a device, the value is an array without axes.
 
         Args:
             values: The values of a batch.
@@ -355,7 +355,8 @@ class LossFunction(ABC):
         """
         observed = self.observe(values) if observed is None else observed
         terms, gradient = self.terms_and_gradient(values, _given(observed))
-        value: float = times(terms, observed.weights).sum(dtype=np.float64).item()
+        total = times(terms, observed.weights).sum(dtype=np.float64)
+        value = total if on_device(total) else total.item()
         return value, {name: times(array, observed.weights) for name, array in gradient.items()}
 
     def gradient(self, values: Values) -> dict[str, Array]:

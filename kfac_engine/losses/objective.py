@@ -385,12 +385,13 @@ class Objective:
         times: float = 1.0,
         observation: Observation | None = None,
         residuals: "Residuals | None" = None,
-        each: list[float] | None = None,
-    ) -> tuple[float, dict[str, Array]]:
+        each: list[Any] | None = None,
+    ) -> tuple[Any, dict[str, Array]]:
         """Return ``value``, and ``times`` times its gradient with respect to each loss input.
 
         Arguments and unit are as for ``value``. ``residuals`` receives the squares of the gradients
-        of the predictions, and ``each`` the addends of ``value``, one for each loss function.
+        of the predictions, and ``each`` the addends of ``value``, one for each loss function. On a
+        device, the value and its addends are arrays without axes.
         """
         observation = observation or self.observe(values)
         total, cotangents = 0.0, dict[str, Array]()
@@ -398,9 +399,10 @@ class Objective:
         triples = zip(weights, self.terms, observation.terms, strict=True)
         for number, (weight, term, seen) in enumerate(triples):
             value, gradients = term.value_and_gradient(values, seen)
-            total += weight * value
+            addend = weight * value
+            total = total + addend if number else addend
             if each is not None:
-                each.append(float(weight * value))
+                each.append(addend)
             if residuals is not None:
                 residuals.add(number, term, values, seen, gradients)
             for name, gradient in gradients.items():

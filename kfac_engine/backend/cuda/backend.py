@@ -118,10 +118,12 @@ class CupyBackend:
             kinds.setdefault(array.dtype.name, []).append(i)
         order = [i for which in kinds.values() for i in which]
         wide = [
-            self.xp.concatenate([arrays[i].reshape(-1) for i in which]).astype(np.float64)
+            self._concatenated([arrays[i].reshape(-1) for i in which]).astype(
+                np.float64, copy=False
+            )
             for which in kinds.values()
         ]
-        host = self.device.download(wide[0] if len(wide) == 1 else self.xp.concatenate(wide))
+        host = self.device.download(self._concatenated(wide))
         ends = np.cumsum([arrays[i].size for i in order])
         parts = dict(zip(order, np.split(host, ends[:-1]), strict=True))
         return [parts[i].reshape(array.shape) for i, array in enumerate(arrays)]
@@ -289,17 +291,24 @@ class CupyBackend:
         channel_groups.add_scaled(out, measured, alpha, beta)
 
     def squared_norms(self, arrays: Sequence[Array]) -> list[float]:
+        return self.squared_norms_and(arrays, ())[0]
+
+    def squared_norms_and(
+        self, arrays: Sequence[Array], numbers: Sequence[Array]
+    ) -> tuple[list[float], list[float]]:
+        """Return the sum of squares of each array, and ``numbers``, in one read of the device."""
         launched, others = _by_type(arrays)
         sums = [self._squared_norm(arrays[i])[None, None] for i in others]
         pairs = ([(arrays[i], arrays[i]) for i in which] for which in launched.values())
         sums += (multiply_pairs(self.device, of_type) for of_type in pairs)
         order = [*others, *(i for which in launched.values() for i in which)]
-        totals = (total for parts in self.download(sums) for total in parts.sum(axis=1))
+        read = self.download([*sums, *numbers])
+        totals = (total for parts in read[: len(sums)] for total in parts.sum(axis=1))
         with np.errstate(over="ignore"):  # sums overflow where the sums of a CPU overflow
             types = (summed_in(arrays[i].dtype).type for i in order)
-            numbers = [float(kind(total)) for kind, total in zip(types, totals, strict=True)]
-        norms = dict(zip(order, numbers, strict=True))
-        return [norms[i] for i in range(len(arrays))]
+            squares = [float(kind(total)) for kind, total in zip(types, totals, strict=True)]
+        norms = dict(zip(order, squares, strict=True))
+        return [norms[i] for i in range(len(arrays))], [*map(float, read[len(sums) :])]
 
     def are_finite(self, arrays: Sequence[Array]) -> Array:
         launched, others = _by_type(arrays)
@@ -325,6 +334,9 @@ class CupyBackend:
         """
         affordable = self.device.affordable(self.scratch_bytes)
         self.scratch_bytes = self._moments.scratch_bytes = self._groups.scratch_bytes = affordable
+
+    def _concatenated(self, parts: Sequence[Array]) -> Array:
+        return parts[0] if len(parts) == 1 else self.xp.concatenate(parts)
 
     def _squared_norm(self, x: Array) -> Array:
         flat = x.astype(summed_in(x.dtype), copy=False).reshape(-1)

@@ -64,13 +64,18 @@ class CupyMemorySpace:
     def on_host(self, array: Array) -> Array:
         return self._backend.to_numpy(array)
 
-    def finite(self, arrays: Sequence[Array]) -> list[bool]:
+    def finite(
+        self, arrays: Sequence[Array], numbers: Sequence[Any] = ()
+    ) -> tuple[list[bool], list[float]]:
         # The squares of large numbers overflow, so an infinite norm needs a check of the entries.
-        norms = self._backend.squared_norms(arrays)
-        return [
+        on_device = [number for number in numbers if not isinstance(number, float)]
+        norms, read = self._backend.squared_norms_and(arrays, on_device)
+        finite = [
             isfinite(squares) or bool(self._backend.xp.isfinite(array).all())
             for squares, array in zip(norms, arrays, strict=True)
         ]
+        others = iter(read)
+        return finite, [n if isinstance(n, float) else next(others) for n in numbers]
 
     @contextmanager
     def ordered(self) -> Iterator[None]:
