@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from kfac_engine.training_files.curvature import damped_inverses
+from kfac_engine.training_files.curvature import centred_inverses, damped_inverses
 
 ROOT = 0.1**0.5  # of the default relative damping
 
@@ -38,6 +38,20 @@ def test_residuals_are_small(d, spectrum):
     condition = np.linalg.cond(damped[0])
     assert condition < d / ROOT + 1.1
     assert spectrum != "one large" or condition > 0.9 * d / ROOT
+
+
+@pytest.mark.parametrize("d", [1, 2, 60, 150, 294])
+def test_a_mean_of_the_rows_costs_no_digits(d):
+    """Its eigenvector has the smallest product with the inverse; LAPACK's float32 has 2e-5."""
+    rng = np.random.default_rng(d)
+    rows = np.c_[1 / (1 + np.exp(-0.3 * rng.standard_normal((64, d - 1)))), np.ones(64)]
+    A = (rows.T @ rows / 64).astype(np.float32)
+    level = np.full((1, 1, 1), ROOT * np.trace(A) / d, np.float32)
+    found = centred_inverses(A[None], level, np.trace(A) + level, float(ROOT / (d + ROOT)))[0]
+    truth = np.linalg.inv(A.astype(np.float64) + level[0] * np.eye(d))
+    mean = np.linalg.eigh(A.astype(np.float64))[1][:, -1]
+    assert np.linalg.norm((found - truth) @ mean) < 3e-4 * np.linalg.norm(truth @ mean)
+    np.testing.assert_allclose(found, truth, atol=1e-5 * np.abs(truth).max())
 
 
 def test_inverses_are_symmetric():
