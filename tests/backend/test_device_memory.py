@@ -4,6 +4,7 @@ Only a stand-in can be made to have no memory.
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from kfac_engine.backend.cpu.backend import NumpyBackend
 from kfac_engine.backend.cuda.backend import CupyBackend
 from kfac_engine.backend.protocol import Backend
+from kfac_engine.backend.threads import Task
 from kfac_engine.backend.window import Window
 from kfac_engine.errors import MemoryLimitError
 from tests.backend import cupy_standin
@@ -85,6 +87,19 @@ def test_memory_error_leaves_result_unchanged(gpu: CupyBackend, name: str) -> No
         moment(gpu, x, ds, out)
     cupy_standin.memory.limit = None
     np.testing.assert_array_equal(gpu.to_numpy(out), np.ones(shape))
+
+
+def test_tasks_allocate_scratch_memory_once(
+    gpu: CupyBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = list[int]()
+    monkeypatch.setattr(gpu.device, "affordable", lambda size: asked.append(size) or size)
+    tasks = [Task(1.0, partial(computed, gpu, name)) for name in MOMENTS]
+    for _ in range(2):
+        gpu.run_parallel(tasks)
+    assert asked == 2 * [ASKED]
+    computed(gpu, "patches")
+    assert len(asked) == 3
 
 
 def test_reduced_scratch_size_is_remembered(gpu: CupyBackend) -> None:

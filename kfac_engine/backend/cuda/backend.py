@@ -76,6 +76,7 @@ class CupyBackend:
         fastest = tuned(self.device.architecture)
         self._moments = PatchMoments(self.device, scratch_bytes, products, fastest)
         self._groups = GroupProducts(self.device, scratch_bytes)
+        self._runs_tasks = self._fits = False
 
     @property
     def xp(self) -> ModuleType:
@@ -129,10 +130,14 @@ class CupyBackend:
         return [parts[i].reshape(array.shape) for i, array in enumerate(arrays)]
 
     def run_parallel(self, tasks: Sequence[Task]) -> None:
-        # Averages and second moments of several tasks share launches.
-        with self._many.gathered(), self._moments.gathered():
-            for task in tasks:  # the kernels of a task are launched while earlier kernels run
-                task.do()
+        self._runs_tasks = True
+        try:
+            # Averages and second moments of several tasks share launches.
+            with self._many.gathered(), self._moments.gathered():
+                for task in tasks:  # the kernels of a task are launched while earlier kernels run
+                    task.do()
+        finally:
+            self._runs_tasks = self._fits = False
 
     def row_blocks(self, length: int, work: float) -> list[slice]:
         del work  # one kernel occupies the whole device
@@ -331,9 +336,13 @@ class CupyBackend:
         """Lower ``scratch_bytes`` to the available memory of the device, for all later calls.
 
         Call this before an operation writes, because it cannot be restarted after it has written.
+        The operations of tasks that run together allocate the memory once.
         """
+        if self._fits:
+            return
         affordable = self.device.affordable(self.scratch_bytes)
         self.scratch_bytes = self._moments.scratch_bytes = self._groups.scratch_bytes = affordable
+        self._fits = self._runs_tasks
 
     def _concatenated(self, parts: Sequence[Array]) -> Array:
         return parts[0] if len(parts) == 1 else self.xp.concatenate(parts)
