@@ -1,25 +1,12 @@
-"""The examples and commands of the page on uncertainty run; its table is that of the results."""
+"""The table of the page on uncertainty is that of the results."""
 
 from pathlib import Path
-
-import numpy as np
-import onnx
-import pytest
 
 from scripts import draw_uncertainty
 from scripts.measure_pruning import read_results
 from scripts.measure_uncertainty import RESULTS, Predicted
-from tests.test_docs import execute
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "laplace.md"
-
-
-@pytest.mark.nightly
-def test_examples_and_commands_of_the_page_run_in_order(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    execute(PAGE, capsys)
-    assert np.load("predictive.npz")["variance"].shape == (10, 10, 10)
-    assert "variance" in {entry.name for entry in onnx.load("uncertain.onnx").graph.output}
 
 
 def test_table_of_the_page_is_that_of_the_measurements():

@@ -1,24 +1,13 @@
-"""The examples of the page on pruning run in order; its tables are those of the measurements."""
+"""The tables of the page on pruning are those of the measurements."""
 
 from pathlib import Path
 
-import onnx
 import pytest
 
 from scripts import draw_pruning
 from scripts.measure_pruning import RESULTS, Pruned, read_results
-from tests.test_docs import execute
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "pruning.md"
-
-
-@pytest.mark.nightly
-def test_examples_of_the_page_run_in_order(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    execute(PAGE, capsys)
-    (weight,) = (t for t in onnx.load("sparse.onnx").graph.initializer if t.name == "dense1.weight")
-    groups = onnx.numpy_helper.to_array(weight).reshape(-1, 4)
-    assert ((groups == 0).sum(axis=1) == 2).all()
 
 
 def test_tables_of_the_page_are_those_of_the_measurements():
