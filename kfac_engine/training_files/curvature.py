@@ -105,8 +105,6 @@ class CurvatureSteps:
         blocks = engine.collection.fisher_blocks.items()
         self._blocks = {key: block for key, block in blocks if _has_matrices(block)}
         self._factors = list(dict.fromkeys(f for b in self._blocks.values() for f in b.factors))
-        biased = (b for b in self._blocks.values() if b.packing and b.packing.has_bias)
-        self._with_ones = {block.factors[0] for block in biased}  # their last feature is one
 
     @cached_property
     def _reads(self) -> Any:
@@ -549,10 +547,7 @@ class CurvatureSteps:
             means = np.where(scaled[:, None, None], np.float32(self._root), means)
         levels = np.where(traces > 0, means, 1.0)
         smallest = self._root / (d + self._root)
-        function: Any = damped_inverses
-        if not self._with_ones.isdisjoint(self._factors[i] for i in places):
-            function = centred_inverses
-        invert = function if stack.nbytes <= _AT_ONCE else partial(_one_by_one, function)
+        invert: Any = damped_inverses if stack.nbytes <= _AT_ONCE else _one_by_one
         return invert(stack, levels, traces + levels, smallest)
 
     def _reciprocals(self, average: Any) -> Symbol:
@@ -704,10 +699,8 @@ _LEAF, _RESIDUAL = 100, 3e-2
 _AT_ONCE = 1 << 22
 
 
-def _one_by_one(
-    function: Callable[..., Any], matrices: Symbol, levels: Symbol, norms: Symbol, smallest: float
-) -> Symbol:
-    """Record a function such as ``damped_inverses`` of each matrix of a stack by itself."""
+def _one_by_one(matrices: Symbol, levels: Symbol, norms: Symbol, smallest: float) -> Symbol:
+    """Record ``damped_inverses`` of each matrix of a recorded stack by itself."""
     tape, operands = matrices.tape, {"matrix": matrices, "level": levels, "norm": norms}
     with tape.body() as level:
         entries: list[Symbol] = [
@@ -715,7 +708,7 @@ def _one_by_one(
             for name, stack in operands.items()
         ]
         matrix, damping, norm = (entry[None] for entry in entries)
-        inverse = function(matrix, damping, norm, smallest)
+        inverse: Any = damped_inverses(matrix, damping, norm, smallest)
         inputs = [Input(entry.name, entry.dtype, entry.shape) for entry in entries]
         body = level.closed([inverse[0]], inputs)
     names = [stack.name for stack in operands.values()]
@@ -729,26 +722,22 @@ def damped_inverses(matrices: Array, levels: Array, norms: Array, smallest: floa
     ``levels`` are the dampings, ``(k, 1, 1)``, and ``norms`` bounds of the largest eigenvalue of
     each damped matrix, ``(k, 1, 1)``. ``smallest`` is a bound of the smallest eigenvalue divided by
     that of the largest.
+
+    One eigenvalue often has nearly the whole trace: that of the mean of the inputs, or of the
+    gradients of one example. Halves would multiply the error of its direction v, so that the
+    inverse is that of the matrix without v, ``Z``, and Sherman and Morrison's
+    ``Z − Z v vᵀ Z / (1 + vᵀ Z v)``.
     """
-    return _by_halves(matrices + levels * _identity(matrices), norms, smallest)
-
-
-def centred_inverses(matrices: Array, levels: Array, norms: Array, smallest: float) -> Array:
-    """Return ``damped_inverses`` of second moments of rows that end with a one.
-
-    The last feature is eliminated first, which subtracts the mean of the rows: its eigenvalue may
-    have nearly the whole trace, and an inverse with it loses as many digits as the condition has.
-    """
-    A = matrices + levels * _identity(matrices)
-    if A.shape[-1] == 1:
-        return _by_halves(A, norms, smallest)
-    B, one = A[:, :-1, -1:], A[:, -1:, -1:]
-    W = B / one
-    S = _by_halves(A[:, :-1, :-1] - W @ B.swapaxes(-1, -2), norms, smallest)
-    V = S @ W
-    top = np.concatenate([S, -V], axis=-1)
-    corner = 1.0 / one + W.swapaxes(-1, -2) @ V
-    return np.concatenate([top, np.concatenate([-V.swapaxes(-1, -2), corner], axis=-1)], axis=-2)
+    # Two steps of power iteration; the norms keep small numbers in the range of float32.
+    x = matrices @ (matrices.sum(axis=-1, keepdims=True) / norms) / norms
+    w = matrices @ x / norms
+    squares = np.maximum((x * w).sum(axis=1, keepdims=True), np.float32(_TINY))
+    v = w * np.sqrt(norms / squares)
+    rest = matrices - v @ v.swapaxes(-1, -2)
+    Z = _by_halves(rest + levels * _identity(matrices), norms, smallest)
+    p = Z @ v
+    inverse: Array = Z - p @ (p / (1 + (v * p).sum(axis=1, keepdims=True))).swapaxes(-1, -2)
+    return inverse
 
 
 def _by_halves(A: Array, norms: Array, smallest: float) -> Array:
