@@ -63,7 +63,7 @@ def _with_part(error: KfacError, parts: Sequence[Batch], index: int) -> KfacErro
 
 
 def _within(parts: Sequence[RowRange]) -> Sequence[RowRange]:
-    """Return the rows of parts as rows of the batch, in which the parts follow one another."""
+    """Renumber the rows of each part as rows of the batch, which has the parts in their order."""
     starts = accumulate((rows.whole for rows in parts), initial=0)
     whole = sum(rows.whole for rows in parts)
     return [

@@ -160,7 +160,7 @@ class Distribution(Division):
         self._mark(divided=True)
 
     def _empty_copies(self) -> None:
-        """Set the averages that were copied for a refresh to zero."""
+        """Set those averages to zero that this rank holds as copies for a refresh."""
         for factor in self._copied:
             factor.wait()
             factor.average.lower()[...] = 0.0

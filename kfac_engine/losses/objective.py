@@ -96,7 +96,7 @@ class Observation:
 
 
 class Misfit(NamedTuple):
-    """How the errors of predictions compare with the deviations of the targets from their mean."""
+    """Sizes of the errors of predictions, relative to the spread of their targets."""
 
     # Root of the mean square of the deviations of the errors from their mean, divided by that of
     # the targets; each feature has means of its own. 0 for equal targets.

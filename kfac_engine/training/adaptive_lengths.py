@@ -606,7 +606,7 @@ class AdaptiveLengthUpdate:
         return int(min(iterations, _ITERATIONS)) if isinstance(iterations, float) else iterations
 
     def _kind(self, name: str, matrices: Array, iterations: Any) -> tuple[Any, ...]:
-        """Return a key; weights with equal keys are orthogonalized in one stack."""
+        """Return the key of a weight; one stack orthogonalizes the weights of equal keys."""
         if is_recorded(iterations):  # equal numbers of rows give equal numbers of iterations
             return (*matrices.shape[1:], self.sides[name], self._rows(name, 1.0))
         return (*matrices.shape[1:], iterations)

@@ -734,7 +734,7 @@ def _signal(size: Any) -> Any:
 
 
 def _corrections(residuals: Residuals, step: Any, scale: Any) -> dict[str, Correction]:
-    """Return the corrections of predictions that are far from the unit of their targets.
+    """Return the corrections of predictions that are far off their targets.
 
     ``step`` is the number of steps so far, and ``scale`` the updates' factor; they may be recorded.
     """

@@ -14,7 +14,7 @@ from kfac_engine.training.vectors import Vector, Zeros, combine, dot
 
 
 class Correction(NamedTuple):
-    """Brings predictions of a new network, or of another unit, to the unit of their targets.
+    """Scales and shifts predictions that are far off their targets, in the first step.
 
     It changes the layers whose outputs are the predictions of a loss, in place of a step. If the
     errors spread ρ > 2 times as far as the targets, about their means, the weights are divided by

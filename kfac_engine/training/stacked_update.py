@@ -75,7 +75,7 @@ class Stacks:
         }
 
     def names(self, names: Sequence[str]) -> list[str]:
-        """Return the names of parameters with members replaced by their stacks."""
+        """Return names of parameters, each stack's name once in place of those of its members."""
         of = self.of
         return [*dict.fromkeys(of.get(name, name) for name in names)]
 
