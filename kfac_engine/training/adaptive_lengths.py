@@ -19,7 +19,8 @@ from kfac_engine.backend.namespace import array_module, is_recorded, on_device
 from kfac_engine.backend.protocol import ManyArrays
 from kfac_engine.curvature.blocks.base import FisherBlock, uses
 from kfac_engine.engine.engine import Engine
-from kfac_engine.graph.structure import RELAYS
+from kfac_engine.graph.analysis.subgraph import rearranged
+from kfac_engine.graph.structure import RELAYS, Graph
 from kfac_engine.layers.parameter_slices import Piece
 from kfac_engine.runtime.model import OnnxModel
 from kfac_engine.training.average_span import AverageSpan
@@ -385,6 +386,8 @@ class AdaptiveLengthUpdate:
         for name, correction in self._corrections(step).items():
             if name not in self.units.weights:
                 value, xp = values[name], array_module(values[name])
+                if np.shape(correction.shift) != value.shape:  # a view with other features
+                    continue
                 shift = xp.asarray(correction.shift, value.dtype).reshape(value.shape)
                 replaced = correction.replaces
                 if is_recorded(replaced):
@@ -822,12 +825,16 @@ def adaptive_lengths(
 
 
 def _predictions(engine: Engine) -> dict[str, str]:
-    """Return the input of a loss that the layer of each weight and bias computes."""
-    inputs = set(engine.objective.inputs)
+    """Return the input of a loss that the layer of each weight and bias computes.
+
+    The input may be a view of the layer's outputs, such as that of ``Squeeze``.
+    """
+    graph = _graph(engine)
+    inputs = {rearranged(graph, name): name for name in engine.objective.inputs}
     return {
-        name: output
+        name: inputs[output]
         for layer in engine.layers
-        for output in uses(layer.outputs)
+        for output in (rearranged(graph, name) for name in uses(layer.outputs))
         if output in inputs
         for name in layer.parameters
         if name in engine.parameters and engine.parameters[name].size
@@ -877,9 +884,7 @@ def adapters(engine: Engine, units: Units, values: Vector) -> dict[str, str]:
     In such a product, as in an adapter, the other side of each matrix is at least four times the
     rank, and only a constant factor is between the matrices.
     """
-    model = engine.collection.graph
-    assert isinstance(model, OnnxModel), "an engine has a model"
-    graph, sides = model.graph, dict[str, tuple[int, ...]]()
+    graph, sides = _graph(engine), dict[str, tuple[int, ...]]()
     for name, weight in units.weights.items():
         count, *shape = weight.matrices(values[name]).shape
         if count == 1:
@@ -904,6 +909,12 @@ def adapters(engine: Engine, units: Units, values: Vector) -> dict[str, str]:
         if before[1] == rank and 4 * rank <= min(before[0], outputs):
             first[name] = weight_of[value]
     return first
+
+
+def _graph(engine: Engine) -> Graph:
+    model = engine.collection.graph
+    assert isinstance(model, OnnxModel), "an engine has a model"
+    return model.graph
 
 
 def root_outputs(units: Units, values: Vector) -> dict[str, float]:

@@ -286,18 +286,30 @@ CORRECTIONS = {
     "the unit of the targets": (0.5, 0.5, 1.0),
 }
 
+# Predictions from the outputs z of a layer, their shape, and the number of the layer's outputs.
+VIEWS = {
+    "the outputs": ("y = Identity (z)", "n,3", 3),
+    "squeezed": ("y = Squeeze (z, axis)", "n", 1),
+    "rearranged": ("u = Unsqueeze (z, axis) f = Flatten (u) y = Identity (f)", "n,3", 3),
+}
 
+
+@pytest.mark.parametrize("view", VIEWS)
 @pytest.mark.parametrize("case", CORRECTIONS)
-def test_a_first_step_brings_predictions_to_the_unit_of_their_targets(case):
+def test_a_first_step_brings_predictions_to_the_unit_of_their_targets(case, view):
     """Closed form: moments of the errors and of the targets about the means of the features."""
     size, mean, spread = CORRECTIONS[case]
+    predictions, shape, count = VIEWS[view]
     rng = np.random.default_rng(0)
     x, y = rng.standard_normal((2, 64, 3))
-    y, w, b = spread * y + mean * np.array([1.0, 2.0, 0.0]), size * np.eye(3), np.full(3, 0.25)
-    nodes = "linear (double[n,3] x) => (double[n,3] y) { p = MatMul (x, w) y = Add (p, b) }"
+    y = (spread * y + mean * np.array([1.0, 2.0, 0.0]))[:, :count]
+    w, b = size * np.eye(3)[:, :count], np.full(count, 0.25)
+    nodes = f"linear (double[n,3] x) => (double[{shape}] y) {{ p = MatMul (x, w) z = Add (p, b) "
+    nodes += f"axis = Constant <value_ints = [1]> () {predictions} }}"
     engine = ke.Engine.from_onnx(parsed(nodes, {"w": w, "b": b}), loss="normal", threads=1)
     optimizer = ke.KfacOptimizer(engine, weight_decay=0)
-    optimizer.step({"x": x}, y)
+    targets = y.reshape([64, 3][: shape.count(",") + 1])
+    optimizer.step({"x": x}, targets)
     errors = x @ w + b - y
     deviations = (y - y.mean(axis=0)).std()
     ratio, offset = (errors - errors.mean(axis=0)).std() / deviations, errors.mean(axis=0)
@@ -311,7 +323,7 @@ def test_a_first_step_brings_predictions_to_the_unit_of_their_targets(case):
     else:  # a usual update
         assert 0 < np.abs(found["b"] - b).max() < 0.01 < np.abs(found["w"] - w).max() < 0.1
     before = engine.parameters
-    optimizer.step({"x": x}, y)
+    optimizer.step({"x": x}, targets)
     changes = {name: np.abs(engine.parameters[name] - before[name]).max() for name in before}
     assert all(0 < change < 0.1 for change in changes.values())
 
