@@ -29,24 +29,14 @@ from kfac_engine.cli.prune import run_prune, run_saliency
 from kfac_engine.cli.train import run_report, train
 from kfac_engine.cli.verify import run_verify
 from kfac_engine.distributed.job import end_job, launched_by_mpi, rank_in_job
-from kfac_engine.errors import KfacError, suggestion
+from kfac_engine.errors import KfacError
 from kfac_engine.printable import one_line, printable
 
 WRONG_INPUT, BUG, INTERRUPTED = 2, 1, 130
 
 
 class Program(click.Group):
-    """The group of the commands; the error for an unknown command suggests the nearest one."""
-
-    def resolve_command(
-        self, ctx: click.Context, args: list[str]
-    ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Return the command that the arguments name; raise ``UsageError`` if there is none."""
-        name = args[0]
-        if not name.startswith("-") and name not in self.commands and not ctx.resilient_parsing:
-            near = suggestion(name, self.commands) or f"; commands are: {', '.join(self.commands)}"
-            raise click.UsageError(f"no command '{name}'{near}", ctx)
-        return super().resolve_command(ctx, args)
+    """The group of the commands."""
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the commands with their whole texts, in the order of ``COMMANDS``."""
@@ -181,17 +171,7 @@ def _with_flag(error: KfacError, command: click.Command | None) -> str:
 
 def _describe_usage(error: click.UsageError) -> str:
     path = error.ctx.command_path if error.ctx else "kfac-engine"
-    return f"{error.format_message().rstrip('.')}; see '{path} --help'."
-
-
-def _describe_option(error: click.NoSuchOption) -> str:
-    assert error.ctx is not None, "a command parses its options in a context"
-    known = [flag for p in error.ctx.command.params for flag in (*p.opts, *p.secondary_opts)]
-    name = error.option_name
-    return (
-        f"no option '{name}'{suggestion(name, [flag for flag in known if flag[0] == '-'])}; see "
-        f"'{error.ctx.command_path} --help'."
-    )
+    return f"{error.format_message()} See '{path} --help'."
 
 
 def _describe_os_error(error: OSError) -> str:
@@ -208,7 +188,6 @@ def _describe_memory(error: MemoryError) -> str:
 
 # The first matching row explains an exception.
 _EXPLANATIONS: tuple[tuple[type[BaseException], int, Callable[..., str]], ...] = (
-    (click.NoSuchOption, WRONG_INPUT, _describe_option),
     (click.UsageError, WRONG_INPUT, _describe_usage),
     (click.ClickException, WRONG_INPUT, click.ClickException.format_message),
     (click.Abort, INTERRUPTED, lambda error: "interrupted."),

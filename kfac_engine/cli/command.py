@@ -15,7 +15,6 @@ import click
 from click.shell_completion import CompletionItem
 
 from kfac_engine.cli.interruption import Interruption
-from kfac_engine.errors import suggestion
 from kfac_engine.system.writing import checked_path
 
 
@@ -220,16 +219,3 @@ class Command(click.Command):
         with formatter.section("Example"):
             for line in self.example.splitlines():
                 formatter.write(f"{'':>{formatter.current_indent}}{line}\n")
-
-
-class Choice(click.Choice):  # type: ignore[type-arg] # click is generic since 8.2
-    """One of several names; the error for another name suggests the nearest one."""
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Return the name; for another value raise ``BadParameter`` with the nearest name."""
-        try:
-            return super().convert(value, param, ctx)
-        except click.BadParameter as error:
-            near = suggestion(value, [str(choice) for choice in self.choices])
-            message = f"{error.message.rstrip('.')}{near}."
-            raise click.BadParameter(message, ctx, param) from error

@@ -18,7 +18,6 @@ from kfac_engine.summary import scaled
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress
-    from rich.table import Table
     from rich.text import Text
 
 # Width of output that does not go to a terminal: wide enough for any name.
@@ -159,52 +158,40 @@ def print_table(
         rows: Cells. A cell that is a list has an entry on each line.
         sentences: Head of the column whose cells may wrap at spaces.
     """
-    from rich.text import Text
-
-    target = console()
-    cells = [[_lines(cell) for cell in row] for row in rows]
-    print_lines([*(Text(line, style="bold") for line in wrapped(title, target.width)), ""])
-    for narrow in (False, True):
-        table, width = _table(header, cells, sentences, narrow=narrow)
-        if width <= target.width:
-            with target.capture() as captured:
-                target.print(table)
-            print_lines(line.rstrip() for line in captured.get().splitlines())
-            break
-    else:
-        print_lines(_listed(header, cells, target.width))
-    print_lines([""])
-
-
-def _table(
-    header: Sequence[str], rows: Sequence[Sequence[list[str]]], sentences: str, *, narrow: bool
-) -> "tuple[Table, int]":
-    """Return a table and its least width; a ``narrow`` one has a line for each word of a head."""
     from rich import box
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(
-        box=box.SIMPLE_HEAD, show_edge=False, header_style="", padding=(0, 0, 0, 0 if narrow else 2)
-    )
-    total = 0
+    target = console()
+    print_lines([*(Text(line, style="bold") for line in wrapped(title, target.width)), ""])
+    cells = [[_lines(cell) for cell in row] for row in rows]
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, header_style="")
+    least = len(header) - 1
     for index, head in enumerate(header):
-        heads = head.split() if narrow else [head.strip()]
-        lines = [*heads, *(line for row in rows for line in row[index])]
+        words = head.split() if target.is_terminal else [head.strip()]
+        lines = [line for row in cells for line in row[index]]
         width = _widest(lines)
         if head == sentences:
-            words = (word for line in lines for word in line.split())
-            width = min(width, max(_SENTENCE, _widest(words)))
+            words += (word for line in lines for word in line.split())
+            width = min(width, _SENTENCE)
+        width = max(width, _widest(words))
         table.add_column(
-            Text("\n".join(heads)),
+            Text(head.strip()),
             justify="right" if head.startswith(" ") else "left",
-            no_wrap=head != sentences,
+            width=None if head == sentences else width,
             min_width=width,
         )
-        total += width + (1 if narrow else 3)
-    for row in rows:
+        least += width
+    for row in cells:
         table.add_row(*(Text("\n".join(cell)) for cell in row))
-    return table, total - 1
+    table.padding = (0, 0, 0, 2 if least + 2 * len(header) <= target.width else 0)
+    if least <= target.width:
+        with target.capture() as captured:
+            target.print(table)
+        print_lines(line.rstrip() for line in captured.get().splitlines())
+    else:
+        print_lines(_listed(header, cells, target.width))
+    print_lines([""])
 
 
 def _lines(cell: object) -> list[str]:

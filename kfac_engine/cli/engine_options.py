@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from kfac_engine.cli.command import Choice, Group, Option
+from kfac_engine.cli.command import Group, Option
 from kfac_engine.cli.options import chosen_losses, one_or_all
 
 HEADING = "Options of the engine"
@@ -80,7 +80,7 @@ _ALL = (
         help="Axis of the classes or features in that output; -1 is found for classes, and else "
         "the last."),
     Group.LOSS.option(
-        "--reduction", type=Choice(("mean", "batch_mean", "sum")), default="mean",
+        "--reduction", type=click.Choice(("mean", "batch_mean", "sum")), default="mean",
         help="Reduction of the loss over examples and positions."),
     _patterns(
         "--trainable", "Pattern of the names of parameters to train; by default every constant "
@@ -103,7 +103,7 @@ _ALL = (
     Group.CURVATURE.option(
         "--seed", type=int, default=0, help="Seed of sampled targets, and of random operators."),
     Group.MODEL.option(
-        "--gradient-dtype", type=Choice(("file", "float32")), default="file",
+        "--gradient-dtype", type=click.Choice(("file", "float32")), default="file",
         help="Element type of the gradients and parameters of a half-precision model: file for "
         "the type in the file, or float32."),
     Group.MODEL.option(

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kfac_engine.cli.command import MODEL, Choice, Group, command
+from kfac_engine.cli.command import MODEL, Group, command
 from kfac_engine.cli.display import report_beside, say, shown_warnings, working
 from kfac_engine.cli.engine_options import LOSSES, engine_options
 from kfac_engine.cli.options import (
@@ -34,7 +34,7 @@ _OBJECTIVE = ("class_axis", "reduction", "freeze", "gradient_dtype", "batch_axes
 _OPTIMIZERS = tuple(name for name in OPTIMIZERS if name != "gauss_newton")
 _OPTIONS = (
     Group.OPTIMIZER.option(
-        "--optimizer", type=Choice(_OPTIMIZERS), default="kfac", help="The optimizer."
+        "--optimizer", type=click.Choice(_OPTIMIZERS), default="kfac", help="The optimizer."
     ),
     Group.OPTIMIZER.option(
         "--learning-rate",
@@ -56,7 +56,7 @@ _OPTIONS = (
     ),
     Group.OUTPUT.option(
         "--noise",
-        type=Choice(("internal", "input")),
+        type=click.Choice(("internal", "input")),
         default="internal",
         help="Whether the file draws the random numbers of kfac, or has an input for them.",
     ),

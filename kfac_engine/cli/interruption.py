@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
 from threading import Event, Thread, current_thread, main_thread
-from types import FrameType, TracebackType
+from types import FrameType
 
 from kfac_engine.distributed.job import rank_in_job, wait_for_first_rank
 from kfac_engine.system.signals import SIGNALS, Handling
@@ -70,12 +70,7 @@ class Interruption(Handling):
         Thread(target=self._watch, args=(reader,), daemon=True).start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         self._ended.set()
         self._undo.close()
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kfac_engine.cli.command import Choice, Group, Option
+from kfac_engine.cli.command import Group, Option
 from kfac_engine.cli.display import shown_warnings, working
 from kfac_engine.distributed.job import launched_by_mpi
 
@@ -52,7 +52,7 @@ def labeled_data(flag: str, what: str = "Data") -> tuple[Option, Option]:
 
 provider_option = Group.OUTPUT.option(
     "--provider",
-    type=Choice(("any", "webgpu")),
+    type=click.Choice(("any", "webgpu")),
     default="any",
     help="webgpu: write convolutions and splits so that onnxruntime-web computes them on WebGPU.",
 )
@@ -67,7 +67,7 @@ target_options = (
     ),
     Group.LOSS.option(
         "--weights",
-        type=Choice(("targets", "predictions", "examples")),
+        type=click.Choice(("targets", "predictions", "examples")),
         help="Add an input with a weight for each entry of the targets, prediction or example; 0 "
         "leaves it out.",
     ),
@@ -167,7 +167,7 @@ def read_curvature(path: Path, model: Path, sample: Path | None = None) -> "ke.C
 
 distribution_option = Group.MACHINE.option(
     "--distribution",
-    type=Choice(("replicate", "shard")),
+    type=click.Choice(("replicate", "shard")),
     help="Division of the curvature among the processes of mpirun: each stores all inverses, "
     "or the inverses of its layers. By default replicate.",
 )

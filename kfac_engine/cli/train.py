@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kfac_engine.cli.command import MODEL, Choice, Group, Invocation, command, file_path
+from kfac_engine.cli.command import MODEL, Group, Invocation, command, file_path
 from kfac_engine.cli.display import print_json, report_beside, say, shown_warnings, tell, working
 from kfac_engine.cli.engine_options import engine_options
 from kfac_engine.cli.interruption import Interruption, SignalReceived
@@ -100,7 +100,7 @@ _FILES = (
 )
 _UPDATE = (
     Group.OPTIMIZER.option(
-        "--optimizer", type=Choice(OPTIMIZERS), default=OPTIMIZERS[0],
+        "--optimizer", type=click.Choice(OPTIMIZERS), default=OPTIMIZERS[0],
         help="The optimizer."),
     Group.OPTIMIZER.option(
         "--learning-rate", type=float, help="Learning rate; by default the optimizer's own."),
@@ -127,7 +127,7 @@ _COURSE = (
         help="Parts of a step, computed one after the other: the step equals the step of a "
         "batch of PARTS times --batch-size examples, in the memory of one part."),
     Group.OPTIMIZER.option(
-        "--schedule", type=Choice(SCHEDULES), default=SCHEDULES[0],
+        "--schedule", type=click.Choice(SCHEDULES), default=SCHEDULES[0],
         help="Factor of the learning rate: constant to 60 % of the run and then linear to zero, a "
         "cosine, or constant."),
     Group.VALIDATION.option(

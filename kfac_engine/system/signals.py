@@ -3,7 +3,7 @@
 import signal
 from collections.abc import Callable, Iterable
 from threading import current_thread, main_thread
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, Self
 
 # Signals that end a program, where the system has them.
@@ -46,12 +46,7 @@ class Handling:
                 raise
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         self._restore()
 
     def _restore(self) -> None:
@@ -93,12 +88,7 @@ class DeferredSignals(Handling):
         super().__init__(SIGNALS if active else ())
         self.received: int | None = None
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         self._restore()
         if self.received is not None:
             signal.raise_signal(self.received)
@@ -130,12 +120,7 @@ class HeldInterrupts(Handling):
         super().__init__(() if nested else _ALL)
         self._held: BaseException | None = None
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         self._restore()
         if self._held is not None and error is not self._held:
             raise self._held

@@ -80,7 +80,7 @@ def test_of_several_processes_the_first_prints_a_mistyped_option(rank, ended, mo
     monkeypatch.setenv("PMI_RANK", str(rank))
     assert main(["doctor", "--jsno"]) == 2
     lines = capsys.readouterr().err.splitlines()
-    assert [line.partition(" '--jsno'")[0] for line in lines] == ["error: no option"][rank:]
+    assert [line.partition(" '--jsno'")[0] for line in lines] == ["error: No such option"][rank:]
     assert ended == []
 
 
