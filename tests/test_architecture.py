@@ -5,7 +5,6 @@ import re
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterable, Iterator
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -36,16 +35,16 @@ RESERVED = {
 }
 
 
-def identify(path: Path) -> str:
+def identify(path):
     return path.relative_to(ROOT).as_posix()
 
 
 @cache
-def parse(path: Path) -> ast.Module:
+def parse(path):
     return ast.parse(path.read_text(encoding="utf-8"), str(path))
 
 
-def imported_modules(nodes: Iterable[ast.AST]) -> Iterator[str]:
+def imported_modules(nodes):
     """Dotted names as written; `from a import b` counts as `a.b`, a module or a name in one."""
     for node in nodes:
         if isinstance(node, ast.Import):
@@ -56,12 +55,12 @@ def imported_modules(nodes: Iterable[ast.AST]) -> Iterator[str]:
 
 
 @cache
-def imports(path: Path) -> tuple[str, ...]:
+def imports(path):
     return tuple(imported_modules(ast.walk(parse(path))))
 
 
 @cache
-def unit(dotted: str) -> str:
+def unit(dotted):
     """The unit of the rank table that holds a dotted name: the longest one that matches."""
     name = dotted.removeprefix("kfac_engine").lstrip(".")
     matches = [row for row in places() if f"{name}.".startswith(f"{row}.")]
@@ -69,7 +68,7 @@ def unit(dotted: str) -> str:
 
 
 @cache
-def places() -> dict[str, tuple[int, int]]:
+def places():
     """Unit to (rank, place in the row's arrows), from the table in ARCHITECTURE.md."""
     rows = re.findall(
         r"^\| (\d) \| ([^|]*) \|", (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8"), re.M
@@ -132,7 +131,7 @@ def test_imports_go_up_the_rank_table():
     assert_none(f"{identify(path)}: {problem}" for path in paths for problem in wrong_imports(path))
 
 
-def wrong_imports(path: Path) -> Iterator[str]:
+def wrong_imports(path):
     """What contradicts the rank table in a module."""
     own = unit(dotted_name(path))
     if len(path.relative_to(PACKAGE).parts) == 1 and own != path.stem:
@@ -181,16 +180,16 @@ def test_no_import_cycle_among_modules():
         pytest.fail(" → ".join(error.args[1]))
 
 
-def dotted_name(path: Path) -> str:
+def dotted_name(path):
     return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 
 
 @cache
-def names_of_modules() -> frozenset[str]:
+def names_of_modules():
     return frozenset(map(dotted_name, MODULES))
 
 
-def own_imports(path: Path) -> Iterator[str]:
+def own_imports(path):
     """Modules that a module imports anywhere, for types as well."""
     known = names_of_modules()
     for name in imports(path):
@@ -251,7 +250,7 @@ def test_modules_of_the_glossary_exist():
     assert_none(name for name in names if not exists(name, PACKAGE, ROOT))
 
 
-def named_in_last_column(page: str) -> list[str]:
+def named_in_last_column(page):
     cells = re.findall(r"^\|.*\| ([^|]*) \|$", page, re.M)
     return [name for cell in cells for name in re.findall(r"`([\w/]+)`", cell)]
 
@@ -262,7 +261,7 @@ VAGUE_NAMES = {
 }  # fmt: skip
 
 
-def names_of_variables(tree: ast.AST) -> Iterator[str]:
+def names_of_variables(tree):
     """Names of variables, arguments and attributes that are set in a module."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):

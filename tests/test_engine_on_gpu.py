@@ -1,9 +1,6 @@
 """An engine on the GPU gives what an engine on the CPU gives, on a stand-in and on a device."""
 
-from pathlib import Path
-
 import numpy as np
-import onnx
 import pytest
 
 import kfac_engine as ke
@@ -18,12 +15,12 @@ STEPS = 3
 
 
 @pytest.fixture(params=cupy_standin.KINDS)
-def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+def gpu(request, monkeypatch):
     cupy_standin.begin(request.param, monkeypatch)
     return request.param
 
 
-def trained(name: str, backend: str, **options: object) -> list[ke.Result]:
+def trained(name, backend, **options):
     model, loss = models.MODELS[name](), LOSSES[name]
     engine = ke.Engine.from_onnx(model, loss=loss, damping=1e-2, backend=backend, **options)
     results = []
@@ -39,17 +36,17 @@ def trained(name: str, backend: str, **options: object) -> list[ke.Result]:
     return results
 
 
-def host(array: object) -> np.ndarray:
+def host(array):
     return array if isinstance(array, np.ndarray) else array.get()
 
 
-def same(found: object, wanted: np.ndarray, name: str) -> None:
+def same(found, wanted, name):
     atol = TOLERANCE * np.abs(wanted).max()
     np.testing.assert_allclose(host(found), wanted, rtol=0, atol=atol, err_msg=name)
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_three_steps_equal_cpu(gpu: str, name: str) -> None:
+def test_three_steps_equal_cpu(gpu, name):
     for found, wanted in zip(trained(name, "cupy"), trained(name, "numpy"), strict=True):
         assert found.loss == pytest.approx(wanted.loss, rel=TOLERANCE)
         for parameter, natural in wanted.natural_gradients.items():
@@ -68,7 +65,7 @@ OTHERS = {
 }
 
 
-def convolution(channels: int, groups: int) -> onnx.ModelProto:
+def convolution(channels, groups):
     """Images through a grouped filter, its bias, and a mean over pixels."""
     body = f"""c = Conv <group = {groups}, pads = [1, 1, 1, 1]> (x, w, b)  t = Tanh (c)
       p = GlobalAveragePool (t)  y = Flatten (p)"""
@@ -76,7 +73,7 @@ def convolution(channels: int, groups: int) -> onnx.ModelProto:
     return made(f"(float[n,{channels},6,6] x) => (float[n,{channels}] y) {{ {body} }}", shapes)
 
 
-def made(graph: str, shapes: dict[str, tuple[int, ...]]) -> onnx.ModelProto:
+def made(graph, shapes):
     """A model from text, with random weights."""
     rng = np.random.default_rng(0)
     weights = {n: (rng.normal(size=s) / 2).astype(np.float32) for n, s in shapes.items()}
@@ -84,7 +81,7 @@ def made(graph: str, shapes: dict[str, tuple[int, ...]]) -> onnx.ModelProto:
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_other_approximations_equal_cpu(gpu: str, name: str) -> None:
+def test_other_approximations_equal_cpu(gpu, name):
     make, approximations = OTHERS[name]
     model = make()
     inputs = models.random_inputs(model, batch=6)
@@ -100,7 +97,7 @@ def test_other_approximations_equal_cpu(gpu: str, name: str) -> None:
         same(found.natural_gradients[parameter], natural, parameter)
 
 
-def test_engine_returns_and_accepts_device_arrays(gpu: str) -> None:
+def test_engine_returns_and_accepts_device_arrays(gpu):
     model = models.mlp()
     engine = ke.Engine.from_onnx(model, loss="categorical", backend="cupy")
     inputs = models.random_inputs(model, batch=4)
@@ -118,9 +115,7 @@ def test_engine_returns_and_accepts_device_arrays(gpu: str) -> None:
     engine.set_parameters({name: host(value) for name, value in moved.items()})
 
 
-def test_device_choice_is_logged_once(
-    gpu: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_device_choice_is_logged_once(gpu, caplog, monkeypatch):
     cupy_standin.forget(monkeypatch)
     with caplog.at_level("INFO", logger="kfac_engine"):
         for _ in range(2):
@@ -130,9 +125,7 @@ def test_device_choice_is_logged_once(
 
 
 @pytest.mark.parametrize("width", [1, 4])
-def test_step_reads_gpu_four_times_for_any_number_of_layers(
-    monkeypatch: pytest.MonkeyPatch, width: int
-) -> None:
+def test_step_reads_gpu_four_times_for_any_number_of_layers(monkeypatch, width):
     """Whether batch and result are finite, the largest numbers, and norms of gradients."""
     cupy_standin.install(monkeypatch)
     model = chain(layers=3 * width)
@@ -148,7 +141,7 @@ def test_step_reads_gpu_four_times_for_any_number_of_layers(
     assert counts["uploads"] == 4 * layers + 3 + 2 * -(-2 * layers // 32)
 
 
-def chain(layers: int) -> onnx.ModelProto:
+def chain(layers):
     """Dense layers of four features."""
     nodes = [f"s{i} = Gemm (x{i}, w{i}, b{i})  x{i + 1} = Tanh (s{i})" for i in range(layers - 1)]
     last = layers - 1
@@ -167,7 +160,7 @@ POWERS_AND_BLOCKS = {
 
 
 @pytest.mark.parametrize("case", POWERS_AND_BLOCKS)
-def test_powers_and_blocks_equal_cpu(gpu: str, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_powers_and_blocks_equal_cpu(gpu, case, monkeypatch):
     # Roots of small matrices, too, take the way of large ones.
     monkeypatch.setattr(inverse_roots, "LEAST_SIZES", dict.fromkeys((80, 90, 100), 2))
     name, options = POWERS_AND_BLOCKS[case]
@@ -177,7 +170,7 @@ def test_powers_and_blocks_equal_cpu(gpu: str, case: str, monkeypatch: pytest.Mo
             same(found.natural_gradients[parameter], natural, parameter)
 
 
-def test_reserved_gpu_memory_equals_report(gpu: str) -> None:
+def test_reserved_gpu_memory_equals_report(gpu):
     model = models.mlp()
     engine = ke.Engine.from_onnx(model, loss="categorical", backend="cupy")
     memory = engine.memory(4)
@@ -199,7 +192,7 @@ OPTIMIZERS = {
 }
 
 
-def stepped(optimizer: ke.KfacOptimizer, first: int, last: int) -> dict[str, np.ndarray]:
+def stepped(optimizer, first, last):
     model, loss = models.MODELS["layer_norm"](), LOSSES["layer_norm"]
     for seed in range(first, last):
         inputs = models.random_inputs(model, batch=8, seed=seed)
@@ -208,8 +201,8 @@ def stepped(optimizer: ke.KfacOptimizer, first: int, last: int) -> dict[str, np.
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_optimizers_train_and_resume_on_the_gpu(name: str, gpu: str, tmp_path: Path) -> None:
-    def optimizer(backend: str) -> ke.KfacOptimizer:
+def test_optimizers_train_and_resume_on_the_gpu(name, gpu, tmp_path):
+    def optimizer(backend):
         options = {"backend": backend, "estimation_mode": "exact"}
         model, loss = models.MODELS["layer_norm"](), LOSSES["layer_norm"]
         return OPTIMIZERS[name](ke.Engine.from_onnx(model, loss=loss, **options))
@@ -225,14 +218,14 @@ def test_optimizers_train_and_resume_on_the_gpu(name: str, gpu: str, tmp_path: P
             np.testing.assert_allclose(value, expected[parameter], rtol=TOLERANCE, atol=1e-4)
 
 
-def test_regression_in_its_own_units_equals_cpu(gpu: str) -> None:
+def test_regression_in_its_own_units_equals_cpu(gpu):
     """Inputs are damped by feature, predictions move by the spread, and matrices form a stack."""
     rng = np.random.default_rng(0)
     units = np.array([1000, 1, 1, 0.01, 1, 1], np.float32)
     x = {"input": (rng.standard_normal((160, 6)) * units).astype(np.float32)}
     targets = (300 * rng.standard_normal((160, 2)) + 150).astype(np.float32)
 
-    def run(backend: str) -> tuple[list[float], dict[str, np.ndarray]]:
+    def run(backend):
         model = models.mlp((6, 64, 64, 64, 2))
         options = {"backend": backend, "estimation_mode": "exact"}
         optimizer = ke.KfacOptimizer(ke.Engine.from_onnx(model, loss="normal", **options))
@@ -247,12 +240,12 @@ def test_regression_in_its_own_units_equals_cpu(gpu: str) -> None:
 
 
 @pytest.mark.parametrize("optimizer", ["kfac", "muon"])
-def test_fit_trains_and_resumes_on_the_gpu(optimizer: str, gpu: str, tmp_path: Path) -> None:
+def test_fit_trains_and_resumes_on_the_gpu(optimizer, gpu, tmp_path):
     model, loss = models.MODELS["layer_norm"](), LOSSES["layer_norm"]
     inputs = models.random_inputs(model, batch=40)
     data = inputs, random_targets(model, inputs, loss)
 
-    def run(backend: str, others: list, **options: object) -> dict[str, np.ndarray]:
+    def run(backend, others, **options):
         engine = ke.Engine.from_onnx(model, loss=loss, backend=backend, estimation_mode="exact")
         callbacks = [ke.WeightAverage(0.5), ke.BestWeights(), ke.EarlyStop(), *others]
         ke.fit(
@@ -261,7 +254,7 @@ def test_fit_trains_and_resumes_on_the_gpu(optimizer: str, gpu: str, tmp_path: P
         )  # fmt: skip
         return {name: host(value) for name, value in engine.parameters.items()}
 
-    def stop(record: dict[str, object], _: object) -> bool:
+    def stop(record, _):
         return record["step"] == 6
 
     expected, whole = run("numpy", []), run("cupy", [])
@@ -274,7 +267,7 @@ def test_fit_trains_and_resumes_on_the_gpu(optimizer: str, gpu: str, tmp_path: P
 
 
 @pytest.mark.parametrize("approximation", ["kron", "ekfac", "diagonal"])
-def test_factors_and_summaries_are_those_of_a_cpu(gpu: str, approximation: str) -> None:
+def test_factors_and_summaries_are_those_of_a_cpu(gpu, approximation):
     model = models.mlp()
     inputs = models.random_inputs(model, 12)
     engines, results = [], []

@@ -1,7 +1,5 @@
 """Models in float16 and bfloat16: computed in float32, handed out in their own types."""
 
-from collections.abc import Mapping
-
 import ml_dtypes
 import numpy as np
 import onnx
@@ -32,7 +30,7 @@ SINGLE = 2e-5
 ROUNDING = {"float16": 2.0**-11, "bfloat16": 2.0**-8}
 
 
-def halved(model: onnx.ModelProto, dtype: str) -> onnx.ModelProto:
+def halved(model, dtype):
     """``model`` with float16 or bfloat16 where it had float32."""
     result = onnx.ModelProto()
     result.CopyFrom(model)
@@ -49,7 +47,7 @@ def halved(model: onnx.ModelProto, dtype: str) -> onnx.ModelProto:
     return result
 
 
-def single(model: onnx.ModelProto) -> onnx.ModelProto:
+def single(model):
     """The float32 model with the same weights."""
     result = onnx.ModelProto()
     result.CopyFrom(model)
@@ -63,7 +61,7 @@ def single(model: onnx.ModelProto) -> onnx.ModelProto:
     return result
 
 
-def batch_for(model: onnx.ModelProto, loss: str) -> tuple[dict[str, np.ndarray], np.ndarray]:
+def batch_for(model, loss):
     """Inputs in float32 and targets."""
     inputs = models.random_inputs(single(model), batch=BATCH)
     (z,) = oracle.evaluate(single(model), inputs, "output")
@@ -73,7 +71,7 @@ def batch_for(model: onnx.ModelProto, loss: str) -> tuple[dict[str, np.ndarray],
     return inputs, rng.standard_normal(z.shape).astype(np.float32)
 
 
-def assert_close(found: Mapping[str, np.ndarray], truth: Mapping[str, np.ndarray], rtol: float):
+def assert_close(found, truth, rtol):
     """Each entry up to a relative error, and one of float32 relative to the largest of all."""
     scale = max(np.abs(array).max() for array in truth.values())
     assert found.keys() == truth.keys()
@@ -86,7 +84,7 @@ def assert_close(found: Mapping[str, np.ndarray], truth: Mapping[str, np.ndarray
 @pytest.mark.rounding
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", LOSSES)
-def test_half_precision_gradients_have_float32_accuracy(name: str, dtype: str) -> None:
+def test_half_precision_gradients_have_float32_accuracy(name, dtype):
     model, loss = halved(models.MODELS[name](), dtype), LOSSES[name]
     inputs, targets = batch_for(model, loss)
     engine = ke.Engine.from_onnx(model, loss=loss, gradient_dtype="float32")
@@ -100,7 +98,7 @@ def test_half_precision_gradients_have_float32_accuracy(name: str, dtype: str) -
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_results_and_parameters_have_types_of_file(dtype: str) -> None:
+def test_results_and_parameters_have_types_of_file(dtype):
     model = halved(models.cnn(), dtype)
     inputs, targets = batch_for(model, "categorical")
     engine = ke.Engine.from_onnx(model, loss="categorical", damping=1e-2)
@@ -114,7 +112,7 @@ def test_results_and_parameters_have_types_of_file(dtype: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_inputs_and_gradients_are_accepted_in_both_types(dtype: str) -> None:
+def test_inputs_and_gradients_are_accepted_in_both_types(dtype):
     model = halved(models.mlp(), dtype)
     inputs, targets = batch_for(model, "categorical")
     narrow = {name: array.astype(DTYPES[dtype]) for name, array in inputs.items()}
@@ -136,29 +134,29 @@ class Tensor:
     dtype = "torch.bfloat16"
     requires_grad = True
 
-    def __init__(self, array: np.ndarray) -> None:
+    def __init__(self, array):
         self._array, self.shape = array.astype(DTYPES["bfloat16"]), array.shape
 
-    def detach(self) -> "Tensor":
+    def detach(self):
         plain = Tensor(self._array)
         plain.requires_grad = False
         return plain
 
-    def float(self) -> np.ndarray:
+    def float(self):
         assert not self.requires_grad
         return self._array.astype(np.float32)
 
-    def data_ptr(self) -> int:
+    def data_ptr(self):
         return id(self)
 
-    def __dlpack__(self, **options: object) -> object:
+    def __dlpack__(self, **options):
         raise RuntimeError("Unsupported dtype in DLTensor.")
 
-    def __dlpack_device__(self) -> tuple[int, int]:
+    def __dlpack_device__(self):
         return self._array.view(np.int16).__dlpack_device__()
 
 
-def test_bfloat16_tensors_are_read_wherever_arrays_are() -> None:
+def test_bfloat16_tensors_are_read_wherever_arrays_are():
     model = halved(models.mlp(), "bfloat16")
     inputs, targets = batch_for(model, "categorical")
     options = {"loss": "categorical", "gradient_dtype": "float32", "damping": 0.1}
@@ -179,7 +177,7 @@ def test_bfloat16_tensors_are_read_wherever_arrays_are() -> None:
         np.testing.assert_array_equal(array, found[1][name])
 
 
-def test_bfloat16_tensors_match_the_parameters_of_their_file_by_value() -> None:
+def test_bfloat16_tensors_match_the_parameters_of_their_file_by_value():
     engine = ke.Engine.from_onnx(halved(models.mlp(), "bfloat16"), loss="categorical")
     module = {f"net.{name}": Tensor(array) for name, array in engine.parameters.items()}
     first = next(iter(module))
@@ -192,7 +190,7 @@ def test_bfloat16_tensors_match_the_parameters_of_their_file_by_value() -> None:
         np.testing.assert_array_equal(back[name], tensor.detach().float())
 
 
-def test_input_of_other_type_error_names_both_types() -> None:
+def test_input_of_other_type_error_names_both_types():
     engine = ke.Engine.from_onnx(halved(models.mlp(), "float16"), loss="categorical")
     with pytest.raises(InputError, match="int64, the model needs float16 or float32"):
         engine.observe({"input": np.zeros((2, 6), np.int64)})
@@ -219,7 +217,7 @@ m (float[batch,4] input) => (float[batch,2] output)
 """
 
 
-def island() -> onnx.ModelProto:
+def island():
     """A float32 model with a float16 layer inside, as mixed precision is exported."""
     model = parser.parse_model(ISLAND)
     rng = np.random.default_rng(0)
@@ -234,7 +232,7 @@ def island() -> onnx.ModelProto:
     return model
 
 
-def test_half_precision_layer_of_float32_model_computes_in_float32() -> None:
+def test_half_precision_layer_of_float32_model_computes_in_float32():
     model = island()
     inputs, targets = batch_for(model, "categorical")
     engine = ke.Engine.from_onnx(model, loss="categorical", gradient_dtype="float32")
@@ -244,7 +242,7 @@ def test_half_precision_layer_of_float32_model_computes_in_float32() -> None:
     assert_close(engine.gradients(inputs, targets).gradients, truth, 0)
 
 
-def test_each_gradient_of_a_mixed_model_has_the_type_of_its_parameter() -> None:
+def test_each_gradient_of_a_mixed_model_has_the_type_of_its_parameter():
     model = island()
     inputs, targets = batch_for(model, "categorical")
     found = ke.Engine.from_onnx(model, loss="categorical").gradients(inputs, targets).gradients
@@ -273,14 +271,14 @@ m (float16[batch,4] input, bool flag) => (float16[batch,4] output)
 
 
 @pytest.mark.parametrize(("flag", "factor"), [(True, 2), (False, -1)], ids=["then", "else"])
-def test_bodies_are_upcast_with_outer_graph(flag: bool, factor: float) -> None:
+def test_bodies_are_upcast_with_outer_graph(flag, factor):
     feeds = {"input": np.ones((1, 4), np.float32) / 3, "flag": np.asarray(flag)}
     found = run_graph(load_graph(parser.parse_model(BRANCHES)), feeds)
     # A third in float16 would differ in the fourth digit.
     np.testing.assert_allclose(found["output"], factor * feeds["input"], rtol=1e-6)
 
 
-def test_float32_parameters_accumulate_small_steps() -> None:
+def test_float32_parameters_accumulate_small_steps():
     model = halved(models.linear(), "float16")
     engine = ke.Engine.from_onnx(model, loss="normal", gradient_dtype="float32")
     before = engine.parameters["fc.weight"]
@@ -303,7 +301,7 @@ def test_export_writes_types_of_file_and_keeps_other_constants(dtype, tmp_path):
     assert found.dtype == DTYPES[dtype]
 
 
-def test_value_above_range_of_file_type_raises_error() -> None:
+def test_value_above_range_of_file_type_raises_error():
     model = halved(models.linear(), "float16")
     inputs, targets = batch_for(model, "normal")
     engine = ke.Engine.from_onnx(model, loss="normal", reduction="sum")
@@ -314,13 +312,13 @@ def test_value_above_range_of_file_type_raises_error() -> None:
         _ = engine.parameters
 
 
-def test_unknown_gradient_dtype_raises_error() -> None:
+def test_unknown_gradient_dtype_raises_error():
     with pytest.raises(InputError, match="gradient_dtype is 'float16'; choose one of: file, float"):
         ke.Engine.from_onnx(models.mlp(), loss="categorical", gradient_dtype="float16")
 
 
 @pytest.mark.parametrize("kind", ["float16", "bfloat16"])
-def test_reading_bits_of_half_precision_raises_error(kind: str) -> None:
+def test_reading_bits_of_half_precision_raises_error(kind):
     code = helper.np_dtype_to_tensor_dtype(DTYPES[kind])
     graph = f"g (int16[n] x) => ({kind}[n] y) {{ [bits] y = BitCast <to = {code}> (x) }}"
     model = models.parsed(graph, {}, '"": 26')
@@ -332,7 +330,7 @@ def test_reading_bits_of_half_precision_raises_error(kind: str) -> None:
 
 
 @pytest.mark.parametrize("choice", ["file", "float32"])
-def test_gradient_model_has_types_of_file(choice: str) -> None:
+def test_gradient_model_has_types_of_file(choice):
     model = halved(models.mlp(), "float16")
     inputs, targets = batch_for(model, "categorical")
     inputs = {name: array.astype(np.float16) for name, array in inputs.items()}
@@ -357,7 +355,7 @@ def test_gradient_model_has_types_of_file(choice: str) -> None:
     assert weights["fc0.weight"].data_type == TensorProto.FLOAT16
 
 
-def test_bfloat16_gradient_model_has_bfloat16_cotangent() -> None:
+def test_bfloat16_gradient_model_has_bfloat16_cotangent():
     model = halved(models.linear(), "bfloat16")
     gradient = ke.differentiate(model, wrt=["input", "fc.weight"])
     onnx.checker.check_model(gradient, full_check=True)
@@ -371,7 +369,7 @@ def test_bfloat16_gradient_model_has_bfloat16_cotangent() -> None:
     np.testing.assert_array_equal(found[2].astype(float), np.full((4, 3), 2.0))
 
 
-def test_half_precision_gradient_model_is_differentiable() -> None:
+def test_half_precision_gradient_model_is_differentiable():
     model = halved(models.mlp((3, 2, 2)), "float16")
     first = ke.differentiate(model, wrt=["input"])
     second = ke.differentiate(first, output="gradient/input", wrt=["fc0.weight"])

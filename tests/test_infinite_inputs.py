@@ -29,7 +29,7 @@ class Case(NamedTuple):
     inputs: dict[str, np.ndarray]
 
 
-def model_of(inputs: str, nodes: str) -> onnx.ModelProto:
+def model_of(inputs, nodes):
     model = parser.parse_model(
         f'<ir_version: 8, opset_import: ["": 18]> g ({inputs}) => (float[N,3,4] y) {{ {nodes} }}'
     )
@@ -41,7 +41,7 @@ def model_of(inputs: str, nodes: str) -> onnx.ModelProto:
     return model
 
 
-def attention(mask: str, masked: str) -> onnx.ModelProto:
+def attention(mask, masked):
     return model_of(
         f"float[N,3,4] x, {mask} mask",
         f"""q = MatMul(x, Wq) k = MatMul(x, Wk) v = MatMul(x, Wv) kt = Transpose<perm=[0,2,1]>(k)

@@ -2,7 +2,7 @@
 
 import inspect
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from types import MethodType
@@ -55,37 +55,37 @@ DATA = (INPUTS, TARGETS)
 
 
 @cache
-def engine() -> ke.Engine:
+def engine():
     made = ke.Engine.from_onnx(MODEL, loss="categorical", threads=1, exps=(-1, -0.5))
     made.step(INPUTS, TARGETS)
     return made
 
 
 @cache
-def curvature() -> ke.Curvature:
+def curvature():
     return ke.curvature(MODEL, DATA, loss="categorical", threads=1)
 
 
 @cache
-def loaded() -> ke.OnnxModel:
+def loaded():
     return ke.load_model(MODEL, threads=1)
 
 
 @cache
-def laplace() -> ke.Laplace:
+def laplace():
     return ke.Laplace(curvature())
 
 
 @cache
-def history() -> ke.History:
+def history():
     return ke.fit(MODEL, DATA, loss="categorical", optimizer="sgd", steps=1)
 
 
-def stop(record: object, optimizer: object) -> bool:
+def stop(record, optimizer):
     return True
 
 
-def optimizer(kind: Callable[..., Any], **options: object) -> tuple[Callable[..., Any], Any]:
+def optimizer(kind, **options):
     return kind, lambda: {"engine": engine(), **options}
 
 
@@ -250,14 +250,14 @@ MADE = {
 }  # fmt: skip
 
 
-def test_every_public_callable_has_a_row() -> None:
+def test_every_public_callable_has_a_row():
     errors = {n for n in ke.__all__ if n.endswith(("Error", "Warning"))}
     of_collections = {n for n in ke.__all__ if n.endswith(("FB", "Factor", "KF", "FisherBlock"))}
     known = {name.partition(".")[0] for name in CALLS} | MADE | errors | of_collections
     assert set(ke.__all__) - {"__version__"} <= known
 
 
-def arguments(name: str) -> Iterator[tuple[str, str, dict[str, Any]]]:
+def arguments(name):
     """Yield each argument with each junk value, and the arguments of the call."""
     function, good = CALLS[name]
     named = {
@@ -270,7 +270,7 @@ def arguments(name: str) -> Iterator[tuple[str, str, dict[str, Any]]]:
             yield argument, kind, {**good(), argument: make()}
 
 
-def called(function: Callable[..., Any], values: Mapping[str, Any]) -> object:
+def called(function, values):
     """Call a function with its first argument by position, as users do."""
     first, *rest = values
     if isinstance(function, MethodType) or first in ("self", "model"):
@@ -279,9 +279,7 @@ def called(function: Callable[..., Any], values: Mapping[str, Any]) -> object:
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_junk_is_accepted_or_refused_by_one_error(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_junk_is_accepted_or_refused_by_one_error(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     raw = []
     with warnings.catch_warnings():

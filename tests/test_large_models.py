@@ -43,7 +43,7 @@ print(json.dumps({
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     """``model.onnx``, its weights, a batch and the classifier's weights."""
     where = tmp_path_factory.mktemp("large")
     if shutil.disk_usage(where).free < 1 << 30:
@@ -61,7 +61,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return where
 
 
-def _model(weight: np.ndarray) -> onnx.ModelProto:
+def _model(weight):
     table = TensorProto(
         name="table",
         data_type=TensorProto.FLOAT,
@@ -76,7 +76,7 @@ def _model(weight: np.ndarray) -> onnx.ModelProto:
     return model
 
 
-def _gradient(folder: Path) -> np.ndarray:
+def _gradient(folder):
     """Of the mean cross-entropy with targets 0, 1, 2, 0, 1: closed form, in float64."""
     truth = {
         name: array.astype(np.float64) for name, array in np.load(folder / "truth.npz").items()
@@ -89,7 +89,7 @@ def _gradient(folder: Path) -> np.ndarray:
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's /proc")
-def test_weights_of_large_model_are_not_copied(folder: Path) -> None:
+def test_weights_of_large_model_are_not_copied(folder):
     done = subprocess.run(
         [sys.executable, "-c", MEASURED, folder / "model.onnx", folder / "ids.npy"],
         cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True,
@@ -100,7 +100,7 @@ def test_weights_of_large_model_are_not_copied(folder: Path) -> None:
     assert found["peak"] < MOST_BYTES
 
 
-def test_command_line_preconditions_large_model(folder: Path) -> None:
+def test_command_line_preconditions_large_model(folder):
     from safetensors.numpy import load_file
 
     np.save(folder / "targets.npy", np.arange(FILLED) % CLASSES)

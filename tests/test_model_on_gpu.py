@@ -4,8 +4,6 @@ On a CPU the stand-in for CuPy says where arrays lie, and ONNX Runtime's provide
 on them by address: sessions, bindings and DLPack are those that a device has.
 """
 
-from pathlib import Path
-
 import numpy as np
 import onnx
 import pytest
@@ -27,7 +25,7 @@ from tests.test_engine_on_gpu import TOLERANCE, chain, host, same, trained
 
 
 @pytest.fixture(params=cupy_standin.KINDS)
-def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+def gpu(request, monkeypatch):
     if request.param == "stand-in":
         stand_in(monkeypatch)
     elif not has_provider("cuda"):
@@ -36,13 +34,13 @@ def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     return request.param
 
 
-def stand_in(patch: pytest.MonkeyPatch) -> None:
+def stand_in(patch):
     cupy_standin.install(patch)
     patch.setattr(CupyMemorySpace, "kind", "cpu")
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_three_steps_equal_cpu(gpu: str, name: str) -> None:
+def test_three_steps_equal_cpu(gpu, name):
     for found, wanted in zip(trained(name, "cupy"), trained(name, "numpy"), strict=True):
         assert found.loss == pytest.approx(wanted.loss, rel=TOLERANCE)
         for parameter, natural in wanted.natural_gradients.items():
@@ -50,7 +48,7 @@ def test_three_steps_equal_cpu(gpu: str, name: str) -> None:
             same(found.natural_gradients[parameter], natural, parameter)
 
 
-def begun(model: onnx.ModelProto, **options: object) -> tuple[ke.Engine, dict, np.ndarray]:
+def begun(model, **options):
     """An engine after its first step, and a batch."""
     engine = ke.Engine.from_onnx(model, loss="categorical", backend="cupy", damping=1e-2, **options)
     assert engine._model.memory_space is not HOST
@@ -60,7 +58,7 @@ def begun(model: onnx.ModelProto, **options: object) -> tuple[ke.Engine, dict, n
     return engine, inputs, targets
 
 
-def library(engine: ke.Engine) -> type:
+def library(engine):
     return engine.collection.backend.xp.ndarray
 
 
@@ -68,9 +66,7 @@ def library(engine: ke.Engine) -> type:
 
 
 @pytest.mark.parametrize("layers", [3, 12])
-def test_step_transfers_only_batch_and_few_numbers(
-    monkeypatch: pytest.MonkeyPatch, layers: int
-) -> None:
+def test_step_transfers_only_batch_and_few_numbers(monkeypatch, layers):
     """Up: inputs, targets, uniforms, six tables of addresses. Down: checks, norms and the loss."""
     stand_in(monkeypatch)
     engine, inputs, targets = begun(chain(layers))
@@ -85,16 +81,14 @@ def test_step_transfers_only_batch_and_few_numbers(
     assert counts["reads"] + counts["downloads"] == 1
 
 
-def test_device_reads_are_independent_of_number_of_layers(
-    gpu: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    found: list[int] = []
+def test_device_reads_are_independent_of_number_of_layers(gpu, monkeypatch):
+    found = []
     for layers in (3, 12):
         engine, inputs, targets = begun(chain(layers))
         device = engine.collection.backend.device
         found.append(0)
 
-        def counted(array: object, read: object = device.download) -> np.ndarray:
+        def counted(array, read=device.download):
             found[-1] += 1
             return read(array)
 
@@ -112,9 +106,7 @@ OPTIMIZERS = {
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_reads_of_optimizers_are_independent_of_number_of_layers(
-    monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_reads_of_optimizers_are_independent_of_number_of_layers(monkeypatch, name):
     stand_in(monkeypatch)
     found = []
     for layers in (3, 12):
@@ -135,7 +127,7 @@ BUDGETS = {
 }
 
 
-def test_steps_of_resnet20_equal_cpu_within_budgets(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_of_resnet20_equal_cpu_within_budgets(monkeypatch):
     stand_in(monkeypatch)
     monkeypatch.setattr(cuda_backend, "_PRODUCTS", 0)  # the fastest on a CPU
     network, batch = resnet20(side=8), 192  # as many Newton-Schulz iterations as large batches
@@ -174,7 +166,7 @@ def test_steps_of_resnet20_equal_cpu_within_budgets(monkeypatch: pytest.MonkeyPa
 # -- what users give and get ----------------------------------------------------------------------
 
 
-def test_batch_may_be_on_gpu(gpu: str) -> None:
+def test_batch_may_be_on_gpu(gpu):
     engine, inputs, targets = begun(models.mlp())
     wanted = engine.gradients(inputs, targets)
     asarray = engine.collection.backend.asarray
@@ -186,7 +178,7 @@ def test_batch_may_be_on_gpu(gpu: str) -> None:
         np.testing.assert_array_equal(host(found.gradients[name]), host(gradient))
 
 
-def test_precondition_accepts_batch_on_gpu(gpu: str) -> None:
+def test_precondition_accepts_batch_on_gpu(gpu):
     model = models.mlp()
     inputs, targets = models.random_inputs(model, batch=6), np.arange(6) % 3
     asarray = select.select("cupy").asarray
@@ -198,7 +190,7 @@ def test_precondition_accepts_batch_on_gpu(gpu: str) -> None:
     assert found.loss == wanted.loss
 
 
-def test_nonfinite_batch_on_gpu_raises_error(gpu: str) -> None:
+def test_nonfinite_batch_on_gpu_raises_error(gpu):
     engine, inputs, targets = begun(models.mlp())
     (name,) = inputs
     bad = inputs[name].copy()
@@ -209,7 +201,7 @@ def test_nonfinite_batch_on_gpu_raises_error(gpu: str) -> None:
         engine.step({name: engine.collection.backend.asarray(bad)}, targets)
 
 
-def test_parameters_stay_on_the_gpu(gpu: str) -> None:
+def test_parameters_stay_on_the_gpu(gpu):
     engine, _, _ = begun(models.mlp())
     moved = {name: value + 1 for name, value in engine.parameters.items()}
     engine.set_parameters(moved)
@@ -219,7 +211,7 @@ def test_parameters_stay_on_the_gpu(gpu: str) -> None:
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_nonfinite_parameters_raise_error(gpu: str, bad: float) -> None:
+def test_nonfinite_parameters_raise_error(gpu, bad):
     engine, _, _ = begun(models.mlp())
     before = {name: host(value) for name, value in engine.parameters.items()}
     moved = dict(engine.parameters)
@@ -231,7 +223,7 @@ def test_nonfinite_parameters_raise_error(gpu: str, bad: float) -> None:
     engine.set_parameters({name: np.full(before[name].shape, 1e30, np.float32)})
 
 
-def test_engine_on_gpu_is_saved_loaded_and_exported(gpu: str, tmp_path: Path) -> None:
+def test_engine_on_gpu_is_saved_loaded_and_exported(gpu, tmp_path):
     engine, inputs, targets = begun(models.mlp())
     engine.set_parameters({name: value * 0.5 for name, value in engine.parameters.items()})
     engine.save(tmp_path / "state")
@@ -248,7 +240,7 @@ def test_engine_on_gpu_is_saved_loaded_and_exported(gpu: str, tmp_path: Path) ->
         np.testing.assert_array_equal(exported.parameters[name], host(value))
 
 
-def test_running_statistics_are_updated_on_gpu(gpu: str, tmp_path: Path) -> None:
+def test_running_statistics_are_updated_on_gpu(gpu, tmp_path):
     model = normalised()
     engine, inputs, targets = begun(model)
     beside = ke.Engine.from_onnx(model, loss="categorical", backend="numpy", damping=1e-2)
@@ -262,7 +254,7 @@ def test_running_statistics_are_updated_on_gpu(gpu: str, tmp_path: Path) -> None
         np.testing.assert_array_equal(host(other.buffers[name]), host(value))
 
 
-def test_tied_weights_stay_equal_on_the_gpu(gpu: str) -> None:
+def test_tied_weights_stay_equal_on_the_gpu(gpu):
     model = models.tied()
     engine, inputs, targets = begun(model, tie_weights=True)
     result = engine.step(inputs, targets)
@@ -270,7 +262,7 @@ def test_tied_weights_stay_equal_on_the_gpu(gpu: str) -> None:
     assert engine.ties == ke.Engine.from_onnx(model, loss="categorical", tie_weights=True).ties
 
 
-def test_recurrent_layers_equal_cpu(gpu: str) -> None:
+def test_recurrent_layers_equal_cpu(gpu):
     """Their matrices are slices of an array, whose entries are told by number."""
     model, (x, t) = classifier("LSTM"), batch()
     found, wanted = (
@@ -281,7 +273,7 @@ def test_recurrent_layers_equal_cpu(gpu: str) -> None:
         same(found.natural_gradients[name], natural, name)
 
 
-def test_invalid_target_error_names_output(gpu: str) -> None:
+def test_invalid_target_error_names_output(gpu):
     engine, inputs, targets = begun(models.mlp())
     with pytest.raises(ke.InputError, match=r"target 9 of example 0 is not a class"):
         engine.step(inputs, np.full_like(targets, 9))
@@ -291,7 +283,7 @@ MODES = ("empirical", "curvature_prop", "exact")
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_estimation_modes_equal_cpu(gpu: str, mode: str) -> None:
+def test_estimation_modes_equal_cpu(gpu, mode):
     options = {"estimation_mode": mode}
     pairs = zip(trained("mlp", "cupy", **options), trained("mlp", "numpy", **options), strict=True)
     for found, wanted in pairs:
@@ -299,7 +291,7 @@ def test_estimation_modes_equal_cpu(gpu: str, mode: str) -> None:
             same(found.natural_gradients[name], natural, name)
 
 
-def test_jacobian_products_equal_cpu(gpu: str) -> None:
+def test_jacobian_products_equal_cpu(gpu):
     engine, inputs, targets = begun(models.mlp())
     beside = ke.Engine.from_onnx(models.mlp(), loss="categorical", backend="numpy")
     rng = np.random.default_rng(0)
@@ -315,13 +307,13 @@ def test_jacobian_products_equal_cpu(gpu: str) -> None:
         same(found[name], change, name)
 
 
-def test_memory_report_includes_model_on_gpu(gpu: str) -> None:
+def test_memory_report_includes_model_on_gpu(gpu):
     engine, _, _ = begun(models.mlp())
     memory = engine.memory(4)
     assert memory.device == memory.total - memory.sessions > memory.factors + memory.scratch
 
 
-def test_model_memory_space_is_logged_once(gpu: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_model_memory_space_is_logged_once(gpu, caplog):
     with caplog.at_level("INFO", logger="kfac_engine"):
         for _ in range(2):
             ke.Engine.from_onnx(models.mlp(), loss="categorical", backend="cupy")
@@ -329,9 +321,7 @@ def test_model_memory_space_is_logged_once(gpu: str, caplog: pytest.LogCaptureFi
     assert caplog.text.count(f"the model runs in ONNX Runtime on {name}") == 1
 
 
-def test_gpu_without_provider_computes_curvature_only(
-    gpu: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gpu_without_provider_computes_curvature_only(gpu, monkeypatch):
     monkeypatch.setattr(device_session, "has_provider", lambda kind: False)
     engine = ke.Engine.from_onnx(models.mlp(), loss="categorical", backend="cupy")
     assert engine._model.memory_space is HOST

@@ -4,7 +4,6 @@ import itertools
 import re
 
 import numpy as np
-import onnx
 import pytest
 from onnx import parser
 
@@ -42,7 +41,7 @@ END = {
 }
 
 
-def rounded(kinds: tuple[str, ...], end: str) -> onnx.ModelProto:
+def rounded(kinds, end):
     """Roundings in a row between the parameters b and c."""
     values = ["h", *(f"r{k}" for k in range(1, len(kinds))), "last"]
     links = (
@@ -57,7 +56,7 @@ IN_A_ROW = [*itertools.product(ROUNDINGS, repeat=2), ("static",) * 5]
 
 
 @pytest.mark.parametrize("kinds", [*ALONE, *IN_A_ROW], ids="-".join)
-def test_requested_parameter_before_quantizer_raises_error(kinds) -> None:
+def test_requested_parameter_before_quantizer_raises_error(kinds):
     for end in END:
         model = rounded(kinds, end)
         with pytest.raises(UnsupportedOpError, match=r"at node .* rounds .*'b' .*--freeze"):
@@ -67,7 +66,7 @@ def test_requested_parameter_before_quantizer_raises_error(kinds) -> None:
 
 
 @pytest.mark.parametrize("end", END)
-def test_parameter_before_quantizer_is_excluded_by_default(end: str) -> None:
+def test_parameter_before_quantizer_is_excluded_by_default(end):
     model = rounded(("static", "static"), end)
     inputs, targets = models.random_inputs(model), np.arange(3) % 3
     result = ke.precondition(model, inputs, targets, loss="categorical")
@@ -80,20 +79,20 @@ def test_parameter_before_quantizer_is_excluded_by_default(end: str) -> None:
 
 
 @pytest.mark.parametrize("call", [ke.Engine.from_onnx, ke.differentiate])
-def test_no_other_parameter_error_names_quantizer(call) -> None:
+def test_no_other_parameter_error_names_quantizer(call):
     with pytest.raises(
         ModelError, match=r"'b' is not trained: before a quantizer.*QuantizeLinear_3"
     ):
         call(rounded(("static", "static"), "product"), loss="categorical", freeze="c")
 
 
-def test_gradient_model_reports_excluded_parameters() -> None:
+def test_gradient_model_reports_excluded_parameters():
     gradient = ke.differentiate(rounded(("static", "dynamic"), "bias"), loss="categorical")
     assert [entry.name for entry in gradient.graph.output] == ["loss", "gradient/c"]
     assert "'b' is not trained: before a quantizer" in gradient.doc_string
 
 
-def test_quantizer_off_loss_path_excludes_nothing() -> None:
+def test_quantizer_off_loss_path_excludes_nothing():
     text = f"{HEAD} {{ h = Add (input, b)  q = QuantizeLinear (h, s, z)  output = Mul (h, c) }}"
     engine = ke.Engine.from_onnx(parser.parse_model(text), loss="categorical")
     assert list(engine.parameters) == ["b", "c"]
@@ -112,7 +111,7 @@ BODY = """<ir_version: 10, opset_import: ["": 21]>
     }"""
 
 
-def test_quantizer_in_branch_raises_error() -> None:
+def test_quantizer_in_branch_raises_error():
     model = parser.parse_model(BODY)
     assert list(ke.Engine.from_onnx(model, loss="categorical").parameters) == ["c"]
     with pytest.raises(UnsupportedOpError, match=r"If at node .* rounds .*'b'"):
@@ -132,7 +131,7 @@ JUMPS = {
 
 
 @pytest.mark.parametrize("op", JUMPS)
-def test_parameter_before_zero_derivative_is_excluded_with_note(op: str) -> None:
+def test_parameter_before_zero_derivative_is_excluded_with_note(op):
     text = f"{HEAD} {{ h = Add (input, b)  {JUMPS[op]}  output = Mul (r, c) }}"
     model = parser.parse_model(text)
     inputs = models.random_inputs(model)
@@ -144,7 +143,7 @@ def test_parameter_before_zero_derivative_is_excluded_with_note(op: str) -> None
 
 
 @pytest.mark.parametrize("op", JUMPS)
-def test_requested_zero_gradient_has_note(op: str) -> None:
+def test_requested_zero_gradient_has_note(op):
     text = f"{HEAD} {{ h = Add (input, b)  {JUMPS[op]}  output = Mul (r, c) }}"
     model = parser.parse_model(text)
     engine = ke.Engine.from_onnx(model, loss="categorical", trainable="[bc]")
@@ -160,7 +159,7 @@ def test_requested_zero_gradient_has_note(op: str) -> None:
         )
 
 
-def test_parameter_with_smooth_path_remains_trainable() -> None:
+def test_parameter_with_smooth_path_remains_trainable():
     text = f"{HEAD} {{ h = Add (input, b)  k = Floor (h)  r = Sub (h, k)  output = Mul (r, c) }}"
     engine = ke.Engine.from_onnx(parser.parse_model(text), loss="categorical")
     assert list(engine.parameters) == ["b", "c"]
@@ -178,7 +177,7 @@ ESTIMATORS = {
 
 @pytest.mark.parametrize("op", ["Round", "Sign", "Cast"])
 @pytest.mark.parametrize("form", ESTIMATORS)
-def test_straight_through_estimator_has_note(form: str, op: str) -> None:
+def test_straight_through_estimator_has_note(form, op):
     body = f"h = Add (input, b)  {JUMPS[op]}  {ESTIMATORS[form]}"
     for end in ("output = Mul (e, c)", "o = Mul (e, c)  output = Add (o, b)"):
         model = parser.parse_model(f"{HEAD} {{ {body}  {end} }}")
@@ -199,13 +198,13 @@ def test_straight_through_estimator_has_note(form: str, op: str) -> None:
         "r = Round (h)  d = Mul (r, c)  e = Add (h, d)",
     ],
 )
-def test_sums_with_a_gradient_have_no_note(body: str) -> None:
+def test_sums_with_a_gradient_have_no_note(body):
     text = f"{HEAD} {{ h = Add (input, b)  {body}  output = Mul (e, c) }}"
     gradient = ke.differentiate(parser.parse_model(text), loss="categorical")
     assert "straight-through" not in gradient.doc_string
 
 
-def test_parameter_not_read_by_loss_has_reason() -> None:
+def test_parameter_not_read_by_loss_has_reason():
     engine = ke.Engine.from_onnx(models.two_outputs(), loss="normal", output="mean")
     reasons = {layer.parameters[0]: layer.reason for layer in engine.layers}
     assert reasons["logits.weight"] == "the loss does not depend on it"
@@ -216,7 +215,7 @@ def test_parameter_not_read_by_loss_has_reason() -> None:
 
 @pytest.mark.parametrize("gap", [15, 18, 40])
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
-def test_confident_predictions_keep_natural_gradients(dtype: str, gap: int) -> None:
+def test_confident_predictions_keep_natural_gradients(dtype, gap):
     """The gradient sums to zero over the classes, but an error of rounding does not."""
     x = np.random.default_rng(0).integers(-8, 9, (16, 4)) / 4  # exact in all types
     found = {}
@@ -251,7 +250,7 @@ CHOICES = [
 ]
 
 
-def random_graph(rng: np.random.Generator) -> tuple[Graph, dict[str, Fact]]:
+def random_graph(rng):
     """Eight nodes that read any earlier values: smooth ones, quantizers, jumps, ways back."""
     known, nodes = ["a", "b"], []
     facts = {name: Fact(FLOAT, (2,)) for name in known}
@@ -265,7 +264,7 @@ def random_graph(rng: np.random.Generator) -> tuple[Graph, dict[str, Fact]]:
     return Graph(tuple(nodes), (), (known[-1],), {}, 21), facts
 
 
-def paths(graph: Graph, start: str, end: str) -> list[list[Node]]:
+def paths(graph, start, end):
     """All ways from a value to another."""
     if start == end:
         return [[]]
@@ -277,7 +276,7 @@ def paths(graph: Graph, start: str, end: str) -> list[list[Node]]:
     ]
 
 
-def test_behind_quantizers_equals_path_enumeration() -> None:
+def test_behind_quantizers_equals_path_enumeration():
     rng = np.random.default_rng(0)
     seen = {"behind": 0, "free": 0, "zero": 0}
     for _ in range(300):

@@ -1,7 +1,6 @@
 """Models in float64, models with quantized parts, and models with text beside the numbers."""
 
 import numpy as np
-import onnx
 import pytest
 from onnx import TensorProto, helper
 
@@ -15,7 +14,7 @@ DOUBLE = 1e-8
 SINGLE = 2e-5
 
 
-def assert_gradients(model: onnx.ModelProto, names: list[str], tolerance: float) -> None:
+def assert_gradients(model, names, tolerance):
     inputs = models.random_inputs(model)
     targets = np.arange(3) % 3
     found = ke.Engine.from_onnx(model, loss="categorical").gradients(inputs, targets).gradients
@@ -27,7 +26,7 @@ def assert_gradients(model: onnx.ModelProto, names: list[str], tolerance: float)
 
 
 @pytest.mark.parametrize("name", ["mlp", "embedding", "token_mlp"])
-def test_float64_models_are_computed_in_float64(name: str) -> None:
+def test_float64_models_are_computed_in_float64(name):
     model = models.MODELS[name](dtype="float64")
     engine = ke.Engine.from_onnx(model, loss="normal")
     inputs = models.random_inputs(model)
@@ -41,7 +40,7 @@ def test_float64_models_are_computed_in_float64(name: str) -> None:
         np.testing.assert_allclose(result.gradients[key], truth[key], atol=DOUBLE * scale)
 
 
-def test_float64_operator_without_a_kernel_is_named_with_its_node() -> None:
+def test_float64_operator_without_a_kernel_is_named_with_its_node():
     with pytest.raises(BackendError, match=r"no Conv for the CPU.*'node_conv0'.*float32"):
         ke.Engine.from_onnx(models.cnn(dtype="float64"), loss="categorical")
 
@@ -49,7 +48,7 @@ def test_float64_operator_without_a_kernel_is_named_with_its_node() -> None:
 # -- quantized -------------------------------------------------------------------------------------
 
 
-def quantized(*, activations: bool, before: bool, head: bool) -> onnx.ModelProto:
+def quantized(*, activations, before, head):
     """A layer with int8 weights, maybe between float layers, maybe with rounded activations."""
     net, x = models.Net(), "input"
     whole = np.random.default_rng(0).integers(-100, 100, (6, 3), dtype=np.int8)
@@ -73,24 +72,24 @@ def quantized(*, activations: bool, before: bool, head: bool) -> onnx.ModelProto
 
 
 @pytest.mark.parametrize("activations", [False, True], ids=["weights", "activations"])
-def test_float_layer_after_quantized_layers_is_trained(activations: bool) -> None:
+def test_float_layer_after_quantized_layers_is_trained(activations):
     model = quantized(activations=activations, before=False, head=True)
     assert_gradients(model, ["head.weight"], SINGLE)
 
 
-def test_float_layer_before_int8_weights_is_trained() -> None:
+def test_float_layer_before_int8_weights_is_trained():
     model = quantized(activations=False, before=True, head=True)
     assert_gradients(model, ["before.weight", "head.weight"], SINGLE)
 
 
 @pytest.mark.parametrize("activations", [False, True], ids=["weights", "activations"])
-def test_model_with_only_quantized_weights_raises_error(activations: bool) -> None:
+def test_model_with_only_quantized_weights_raises_error(activations):
     model = quantized(activations=activations, before=False, head=False)
     with pytest.raises(ModelError, match=r"its weights are quantized .'q.weight' is int8.*before"):
         ke.Engine.from_onnx(model, loss="categorical")
 
 
-def test_tree_models_have_no_parameters() -> None:
+def test_tree_models_have_no_parameters():
     model = models.parsed(
         """forest (float[batch,4] input) => (float[batch,1] output) {
           [trees] output = ai.onnx.ml.TreeEnsembleRegressor <
@@ -109,7 +108,7 @@ def test_tree_models_have_no_parameters() -> None:
 # -- text ------------------------------------------------------------------------------------------
 
 
-def test_text_input_off_gradient_path_is_accepted() -> None:
+def test_text_input_off_gradient_path_is_accepted():
     model = models.mlp()
     text = helper.make_tensor_value_info("text", TensorProto.STRING, ["batch"])
     echo = helper.make_tensor_value_info("echo", TensorProto.STRING, ["batch"])

@@ -1,11 +1,9 @@
 """Graphs that make a careless walk run forever, double at each node, or recurse too deeply."""
 
 import signal
-from collections.abc import Iterator
 from itertools import pairwise
 
 import numpy as np
-import onnx
 import pytest
 from onnx import numpy_helper
 
@@ -24,13 +22,13 @@ DOUBLED = 40
 
 
 @pytest.fixture(autouse=True)
-def time_limit() -> Iterator[None]:
+def time_limit():
     """Fail a test that hangs, where the system can interrupt it."""
     if not hasattr(signal, "setitimer"):
         yield
         return
 
-    def stop(*_: object) -> None:
+    def stop(*_):
         raise AssertionError("the walk does not end")
 
     before = signal.signal(signal.SIGALRM, stop)
@@ -40,12 +38,12 @@ def time_limit() -> Iterator[None]:
     signal.signal(signal.SIGALRM, before)
 
 
-def model(nodes: str, outputs: tuple[str, ...] = ("y",), **constants: object) -> onnx.ModelProto:
+def model(nodes, outputs=("y",), **constants):
     results = ", ".join(f"float[] {name}" for name in outputs)
     return parsed(f"g (float[n, 4] x) => ({results}) {{ {nodes} }}", constants)
 
 
-def chain(op: str, start: str, end: str, count: int, operands: str = "{}") -> str:
+def chain(op, start, end, count, operands="{}"):
     """Nodes of which each reads the result of the one before."""
     names = [start, *(f"{end}{i}" for i in range(1, count)), end]
     return "  ".join(f"{b} = {op} ({operands.format(a)})" for a, b in pairwise(names))
@@ -68,7 +66,7 @@ STATES = {
 }
 
 
-def loop(going: str, state: str) -> onnx.ModelProto:
+def loop(going, state):
     """A loop of three turns, with nodes that make its condition and its state."""
     body = "body (int64 trip, bool c, float[] before) => (bool going, float[] h)"
     nodes = f"v = Loop <body = {body} {{ {state} {going} }}> (limit, true, w)  y = MatMul (x, v)"
@@ -82,12 +80,12 @@ BODIES = {
 
 
 @pytest.mark.parametrize("source", BODIES.values(), ids=BODIES)
-def test_malformed_loop_body_raises_error(source: onnx.ModelProto) -> None:
+def test_malformed_loop_body_raises_error(source):
     with pytest.raises(ModelError):
         ke.Engine.from_onnx(source, loss="normal", threads=1)
 
 
-def test_copied_conditions_of_a_sound_body_are_fixed() -> None:
+def test_copied_conditions_of_a_sound_body_are_fixed():
     copies = chain("Identity", "c", "going", 3)
     source = loop(copies, "h = Tanh (before)")
     assert load_graph(source).nodes
@@ -119,9 +117,7 @@ MOVED: dict[str, tuple[str, dict[str, object]]] = {
 
 
 @pytest.mark.parametrize(("nodes", "constants"), MOVED.values(), ids=MOVED)
-def test_long_chains_of_weights_have_the_right_gradient(
-    nodes: str, constants: dict[str, object]
-) -> None:
+def test_long_chains_of_weights_have_the_right_gradient(nodes, constants):
     source = model(nodes + "  y = MatMul (x, v)", w=W, **constants)
     engine = ke.Engine.from_onnx(source, loss="normal", reduction="sum", threads=1)
     targets = np.zeros((5, 3), np.float32)
@@ -142,7 +138,7 @@ def test_long_chains_of_weights_have_the_right_gradient(
     ],
     ids=["deep views", "deep casts", "doubled"],
 )
-def test_long_chains_after_softmax_have_the_right_gradient(nodes: str) -> None:
+def test_long_chains_after_softmax_have_the_right_gradient(nodes):
     source = model(f"s = MatMul (x, w)  p = Softmax (s)  {nodes}  y = Neg (q)", w=W)
     engine = ke.Engine.from_onnx(source, loss="normal", reduction="sum", threads=1)
     found = engine.gradients({"x": X}, np.zeros((5, 3), np.float32)).gradients["w"]
@@ -152,7 +148,7 @@ def test_long_chains_after_softmax_have_the_right_gradient(nodes: str) -> None:
     np.testing.assert_allclose(found, expected, rtol=1e-4)
 
 
-def test_uses_through_views_of_views_are_counted_once() -> None:
+def test_uses_through_views_of_views_are_counted_once():
     # Each Reshape reads the two values before it, so that the paths are Fibonacci numbers.
     names = ["w", "v0", *(f"v{i}" for i in range(1, 60))]
     views = [Node("Identity", ("w",), ("v0",))]
@@ -177,9 +173,7 @@ PLAIN_OUTPUTS = {
 
 @pytest.mark.parametrize(("name", "nodes"), PLAIN_OUTPUTS.values(), ids=PLAIN_OUTPUTS)
 @pytest.mark.parametrize("alone", [True, False], ids=["only output", "second output"])
-def test_outputs_without_nodes_are_predicted_and_refused_for_a_loss(
-    name: str, nodes: str, alone: bool
-) -> None:
+def test_outputs_without_nodes_are_predicted_and_refused_for_a_loss(name, nodes, alone):
     outputs = (name,) if alone else ("y", name)
     constants = {"w": W, "t": np.ones(2, np.float32), "shape": np.array([3, 2])}
     source = model("y = MatMul (x, w)  " + nodes, outputs, **constants)

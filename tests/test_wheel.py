@@ -42,7 +42,7 @@ NEEDED = {
 }
 
 
-def imports_a_peer(path: Path) -> bool:
+def imports_a_peer(path):
     """Whether a file is a Python module that imports a library that bench compares with."""
     if path.suffix != ".py":
         return False
@@ -50,7 +50,7 @@ def imports_a_peer(path: Path) -> bool:
     return any(name.split(".")[0] in {"torch", "jax", "kfac_jax", "curvlinops"} for name in names)
 
 
-def run_python(*arguments: str, folder: Path, path: Path | None = None, status: int = 0) -> str:
+def run_python(*arguments, folder, path=None, status=0):
     """Output of a fresh Python that finds the dependencies, and kfac_engine only in ``path``.
 
     Standard output, or standard error where a failure is expected.
@@ -73,13 +73,13 @@ def run_python(*arguments: str, folder: Path, path: Path | None = None, status: 
     return (done.stderr if status else done.stdout).strip()
 
 
-def build(kind: str, checkout: Path, target: Path) -> Path:
+def build(kind, checkout, target):
     """A distribution of the checkout, built without network access."""
     code = f"from setuptools import build_meta as b; print(b.build_{kind}({str(target)!r}))"
     return target / run_python("-c", code, folder=checkout).splitlines()[-1]
 
 
-def unpack(sdist: Path, target: Path) -> Path:
+def unpack(sdist, target):
     """The one folder in an sdist; ``extractall`` wants other arguments in each Python version."""
     with tarfile.open(sdist) as archive:
         for member in archive:

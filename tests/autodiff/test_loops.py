@@ -22,7 +22,7 @@ W = RNG.normal(size=(3, 3)).round(3)
 B = RNG.normal(size=3).round(3)
 
 
-def written(array: NDArray) -> str:
+def written(array):
     return "{" + ", ".join(str(float(value)) for value in array.ravel()) + "}"
 
 
@@ -46,7 +46,7 @@ RECURRENCE = f"""{HEAD} (float[s,n,3] x) => (float[n,3] y)
   }}"""
 
 
-def recurrence(x: NDArray, w: NDArray, b: NDArray) -> NDArray:
+def recurrence(x, w, b):
     h = np.zeros(3)
     for row in x[:4]:
         h = np.tanh(h @ w + row + b)
@@ -67,7 +67,7 @@ COUNTER = f"""{HEAD} (float[n,3] x) => (float[k,n,3] y)
   }}"""
 
 
-def counter(x: NDArray, w: NDArray, b: NDArray) -> NDArray:
+def counter(x, w, b):
     seen = []
     for _ in range(3):
         x = 1 / (1 + np.exp(-x @ w))
@@ -90,7 +90,7 @@ SIZED = f"""{HEAD} (float[n,3] x) => (float[n,3] y) <float[3] b = {written(B)}, 
   }}"""
 
 
-def sized(x: NDArray, w: NDArray, b: NDArray) -> NDArray:
+def sized(x, w, b):
     for _ in range(3):
         x = np.tanh(x @ w) + b
     return x
@@ -118,7 +118,7 @@ SCAN = f"""{HEAD} (float[n,5,3] x) => (float[n,3] last, float[n,5,3] y)
   }}"""
 
 
-def scan(x: NDArray, w: NDArray, b: NDArray) -> NDArray:
+def scan(x, w, b):
     h, seen = np.zeros((len(x), 3)), np.zeros(x.shape)
     for t in reversed(range(5)):
         h = np.tanh(h @ w + x[:, t])
@@ -147,7 +147,7 @@ NESTED = f"""{HEAD} (float[n,3] x) => (float[n,3] y) <{WEIGHTS}, int64 two = {{2
   }}"""
 
 
-def nested(x: NDArray, w: NDArray, b: NDArray) -> NDArray:
+def nested(x, w, b):
     for i in range(2):
         scaled = x * b
         for j in range(3):
@@ -168,7 +168,7 @@ BRANCH = f"""{HEAD} (float[n,3] x) => (float[n,3] y) <{WEIGHTS}, int64 at = {{1}
   }}"""
 
 
-def branch(x: NDArray, w: NDArray, b: NDArray) -> NDArray:
+def branch(x, w, b):
     return np.sin(x @ w)
 
 
@@ -180,7 +180,7 @@ IDLE = f"""{HEAD} (float[n,3] x) => (float[n,3] y) <{WEIGHTS}, int64 m = {{0}}, 
   }}"""
 
 
-def idle(x: NDArray, w: NDArray, b: NDArray) -> NDArray:
+def idle(x, w, b):
     return x @ w
 
 
@@ -202,7 +202,7 @@ STAYING = f"""{HEAD} (float[n,3] x) => (float[n,3] y) <{WEIGHTS}, int64 m = {{3}
   }}"""
 
 
-def staying(x: NDArray, w: NDArray, b: NDArray) -> NDArray:
+def staying(x, w, b):
     h = x
     for i in range(3):
         h = h @ w * (i + 0.5 if x.max() > 0.5 else 0.5)
@@ -224,7 +224,7 @@ CASES: Mapping[str, tuple[str, Function, tuple[object, ...], Mapping[str, str]]]
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_values_and_gradients_equal_closed_formula(name: str) -> None:
+def test_values_and_gradients_equal_closed_formula(name):
     text, formula, sides, weights = CASES[name]
     source = parser.parse_model(text)
     sample = {"x": np.ones([2 if side == "n" else side for side in sides], np.float32)}
@@ -252,7 +252,7 @@ def test_values_and_gradients_equal_closed_formula(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_gradient_models_are_valid_and_equal_in_reference_runtime(name: str) -> None:
+def test_gradient_models_are_valid_and_equal_in_reference_runtime(name):
     text, formula, sides, weights = CASES[name]
     weight = weights["w"]
     shape = [2 if side == "n" else side for side in sides]
@@ -273,7 +273,7 @@ OPEN = RECURRENCE.replace(", int64 m = {4}", ", int64 zero = {0}").replace(
 )
 
 
-def test_other_iteration_count_error_names_unrolled_count() -> None:
+def test_other_iteration_count_error_names_unrolled_count():
     x = np.ones((4, 2, 3), np.float32)
     model = ke.load_model(parser.parse_model(OPEN), sample_inputs={"x": x})
     assert model.run({"x": x})["y"].shape == (2, 3)
@@ -301,7 +301,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_data_dependent_control_flow_error_names_value(name: str) -> None:
+def test_data_dependent_control_flow_error_names_value(name):
     text, words = REFUSED[name]
     sample = {"x": np.full((4, 2, 3) if name == "limit" else (2, 3), 0.2, np.float32)}
     if name == "limit":  # a sequence that is long enough to run
@@ -310,7 +310,7 @@ def test_data_dependent_control_flow_error_names_value(name: str) -> None:
         ke.differentiate(parser.parse_model(text), output="y", wrt=["x"], sample_inputs=sample)
 
 
-def test_loop_off_gradient_path_is_not_unrolled() -> None:
+def test_loop_off_gradient_path_is_not_unrolled():
     text = f"""{HEAD} (float[n,3] x) => (float[n,3] y) <{WEIGHTS}, bool on = {{1}},
         int64 m = {{9000}}, float zero = {{0}}> {{
         k = Loop (m, on, zero) <body = step (int64 i, bool c, float a)

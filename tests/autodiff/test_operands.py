@@ -1,6 +1,5 @@
 """Each operand of a fused operator changes the results as in its kernel, or is refused."""
 
-from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -12,7 +11,7 @@ import kfac_engine as ke
 from kfac_engine.autodiff.lowering import find_lowering, load_lowerings
 from kfac_engine.autodiff.lowering.builder import LoweringBuilder
 from kfac_engine.autodiff.rules.linear_algebra import matmul_n_bits
-from kfac_engine.graph.structure import Fact, Graph, Input
+from kfac_engine.graph.structure import Fact, Input
 from kfac_engine.graph.write import build_model, serialize
 from kfac_engine.runtime.lower import lowered
 from tests.autodiff.test_microsoft import CASES, DOMAIN, HEADS, K, Q, V, case, real, whole
@@ -70,7 +69,7 @@ MORE = (
 )  # fmt: skip
 
 
-def declared() -> dict[str, tuple[str, ...]]:
+def declared():
     """Names of the operands of each operator that is rewritten, from its schema."""
     fused = {s.name: s for s in runtime.get_all_operator_schema() if s.domain == DOMAIN}
     result = {}
@@ -90,7 +89,7 @@ def qualified(fused):
     return f"{fused.domain}::{fused.op}" if fused.domain else fused.op
 
 
-def present(fused) -> Iterator[tuple[int, str]]:
+def present(fused):
     """Index and name of each operand that a case has."""
     names = DECLARED.get(qualified(fused), ())
     return (
@@ -100,7 +99,7 @@ def present(fused) -> Iterator[tuple[int, str]]:
     )
 
 
-def graph_of(fused) -> Graph:
+def graph_of(fused):
     """The node of a case, with all operands as inputs but those of ``CONSTANT``."""
     names = dict(present(fused))
     fixed = {f"operand_{i}" for i, name in names.items() if name in CONSTANT}
@@ -113,7 +112,7 @@ def graph_of(fused) -> Graph:
     )
 
 
-def results(graph: Graph, feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+def results(graph, feeds):
     model = build_model(
         graph.nodes, graph.inputs, graph.outputs, graph.constants, graph.opset,
         domains=graph.domains,
@@ -121,7 +120,7 @@ def results(graph: Graph, feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarr
     return run_model(serialize(model), feeds)
 
 
-def altered(array: np.ndarray) -> np.ndarray:
+def altered(array):
     """Another valid operand of the same shape."""
     if array.dtype.kind == "f":
         waves = 0.3 * np.cos(np.arange(array.size)).reshape(array.shape)

@@ -6,8 +6,7 @@ from dataclasses import replace
 import numpy as np
 import onnxruntime as ort
 import pytest
-from numpy.typing import NDArray
-from onnx import ModelProto, TensorProto, checker, helper, numpy_helper
+from onnx import TensorProto, checker, helper, numpy_helper
 
 import kfac_engine as ke
 from kfac_engine.autodiff.differentiate import differentiate
@@ -92,7 +91,7 @@ FORMS: Mapping[str, tuple[str, tuple[str, ...], Options]] = {
 }
 
 
-def operands(op: str, optional: tuple[str, ...], options: Options, n: int) -> dict[str, NDArray]:
+def operands(op, optional, options, n):
     """Arrays for X, W, R and what else is given; numbers that float32 holds exactly."""
     rng = np.random.default_rng([n, len(optional), *op.encode()])
     d, gates = len(DIRECTIONS[str(options.get("direction", "forward"))]), GATES[op]
@@ -121,15 +120,13 @@ def operands(op: str, optional: tuple[str, ...], options: Options, n: int) -> di
     return made
 
 
-def model_of(
-    op: str, feeds: Mapping[str, NDArray], options: Options, frozen: tuple[str, ...] = WEIGHTS
-) -> ModelProto:
+def model_of(op, feeds, options, frozen=WEIGHTS):
     """One node; ``frozen`` are initializers, the rest inputs with an open batch."""
     batch_axis = {"X": 1, "sequence_lens": 0, "initial_h": 1, "initial_c": 1}
     inputs = []
     for name in feeds:
         if name not in frozen:
-            sides: list[int | str] = list(feeds[name].shape)
+            sides = list(feeds[name].shape)
             if name in batch_axis:
                 sides[0 if options.get("layout") else batch_axis[name]] = "n"
             kind = TensorProto.INT32 if name == "sequence_lens" else TensorProto.FLOAT
@@ -147,10 +144,10 @@ def model_of(
     return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10)
 
 
-def slopes(op: str, feeds: Mapping[str, NDArray], options: Options, cotangents, name: str, along):
+def slopes(op, feeds, options, cotangents, name, along):
     """The change of all results, weighted with cotangents, as one operand moves."""
 
-    def contraction(step: float) -> float:
+    def contraction(step):
         moved = {**feeds, name: feeds[name].astype(float) + step * along}
         values = zip(RESULTS, recurrence(op, moved, options), strict=False)
         return sum(float((value * cotangents[result]).sum()) for result, value in values)
@@ -159,7 +156,7 @@ def slopes(op: str, feeds: Mapping[str, NDArray], options: Options, cotangents, 
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_recurrence_formulas_equal_runtime(form: str) -> None:
+def test_recurrence_formulas_equal_runtime(form):
     op, optional, options = FORMS[form]
     options = {**options, "layout": 0}  # all that the runtime executes
     feeds = operands(op, optional, options, 3)
@@ -170,7 +167,7 @@ def test_recurrence_formulas_equal_runtime(form: str) -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_recurrence_gradients_equal_formulas(form: str) -> None:
+def test_recurrence_gradients_equal_formulas(form):
     op, optional, options = FORMS[form]
     first = operands(op, optional, options, 2)
     weights = {name: first[name] for name in WEIGHTS if name in first}
@@ -198,7 +195,7 @@ def test_recurrence_gradients_equal_formulas(form: str) -> None:
 
 @pytest.mark.parametrize("op", GATES)
 @pytest.mark.parametrize("result", RESULTS[:2])
-def test_each_single_result_has_valid_gradient_model(op: str, result: str) -> None:
+def test_each_single_result_has_valid_gradient_model(op, result):
     options = {"direction": "bidirectional"}
     feeds = operands(op, ("B",), options, 2)
     model = model_of(op, feeds, options)
@@ -223,7 +220,7 @@ def test_each_single_result_has_valid_gradient_model(op: str, result: str) -> No
 
 
 @pytest.mark.parametrize("op", GATES)
-def test_gate_matrices_are_sliced_once_for_all_steps(op: str) -> None:
+def test_gate_matrices_are_sliced_once_for_all_steps(op):
     feeds = operands(op, ("B",), {}, 2)
     graph = ke.load_model(model_of(op, feeds, {}), trainable=["W", "R", "B"]).graph
     products = [node for node in graph.nodes if node.op == "Gemm"]
@@ -233,7 +230,7 @@ def test_gate_matrices_are_sliced_once_for_all_steps(op: str) -> None:
     assert len(graph.consumers["W"]) == len(graph.consumers["R"]) == 1
 
 
-def test_other_sequence_length_error_names_unrolled_length() -> None:
+def test_other_sequence_length_error_names_unrolled_length():
     feeds = operands("LSTM", (), {}, 2)
     proto = model_of("LSTM", feeds, {})
     proto.graph.input[0].type.tensor_type.shape.dim[0].dim_param = "steps"
@@ -255,7 +252,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("form", REFUSED)
-def test_unsupported_recurrence_error_names_node(form: str) -> None:
+def test_unsupported_recurrence_error_names_node(form):
     options, words = REFUSED[form]
     feeds = operands("RNN", (), {}, 2)
     graph = load_graph(model_of("RNN", feeds, {}))

@@ -12,7 +12,6 @@ from kfac_engine.runtime.sample_run import measured_facts
 from tests import models
 from tests.autodiff.harness import (
     DTYPES,
-    Case,
     bench,
     case,
     distinct,
@@ -28,7 +27,7 @@ RUNTIMES = ("reference", "ort")
 ROUNDING = 1e-6
 
 
-def gradient(case: Case, runtime, values, cotangent, operand=0):
+def gradient(case, runtime, values, cotangent, operand=0):
     """The gradient of one operand, at given values of all fed ones."""
     made = bench(case, runtime, batch=2)
     feeds = dict(made.sample)

@@ -30,7 +30,7 @@ CONSTRUCTED = f"""{HEAD} (float[n,3] x) => (float[n,3] y)
   }}"""
 
 
-def constructed(x: NDArray, w: NDArray, b: NDArray) -> NDArray:
+def constructed(x, w, b):
     # s2 holds a, c, x; s3 holds c, x
     return x * np.tanh(x @ w) + b
 
@@ -46,7 +46,7 @@ JOINED = f"""{HEAD} (float[n,3] x) => (float[2,n,6] y) <{WEIGHTS}> {{
   }}"""
 
 
-def joined(x: NDArray, w: NDArray, b: NDArray) -> NDArray:
+def joined(x, w, b):
     d = np.concatenate([x @ w, x @ w * b], axis=-1)
     return np.stack([d, np.sin(d)])
 
@@ -67,7 +67,7 @@ SPLIT = f"""{HEAD} (float[n,3] x) => (float[n] y)
   }}"""
 
 
-def split(x: NDArray, w: NDArray, b: NDArray) -> NDArray:
+def split(x, w, b):
     z = x @ w
     return (z[:, 2:] * z[:, 1:]).sum(1) * z[:, 0]
 
@@ -90,7 +90,7 @@ LISTED = f"""{HEAD} (float[n,3] x) => (float[n,9] y)
   }}"""
 
 
-def listed(x: NDArray, w: NDArray, b: NDArray) -> NDArray:
+def listed(x, w, b):
     seen = []
     for _ in range(3):
         x = np.tanh(x @ w)
@@ -108,7 +108,7 @@ MAPPED = f"""{HEAD} (float[n,3] x) => (float[n,3] y) <{WEIGHTS}, int64 one = {{1
   }}"""
 
 
-def mapped(x: NDArray, w: NDArray, b: NDArray) -> NDArray:
+def mapped(x, w, b):
     return np.exp(-x @ w) * b
 
 
@@ -124,7 +124,7 @@ OPTIONAL = f"""{HEAD} (float[n,3] x) => (float[n,3] y) <{WEIGHTS}, int64 zero = 
   }}"""
 
 
-def optional(x: NDArray, w: NDArray, b: NDArray) -> NDArray:
+def optional(x, w, b):
     return x @ w + b
 
 
@@ -140,7 +140,7 @@ CASES: Mapping[str, tuple[str, Function]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_values_and_gradients_equal_closed_formula(name: str) -> None:
+def test_values_and_gradients_equal_closed_formula(name):
     text, formula = CASES[name]
     model = ke.load_model(parser.parse_model(text), trainable=["w", "b"])
     weights = {"w": W.astype("f").astype(float), "b": B.astype("f").astype(float)}
@@ -166,13 +166,13 @@ def test_values_and_gradients_equal_closed_formula(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_gradient_models_are_valid(name: str) -> None:
+def test_gradient_models_are_valid(name):
     checker.check_model(
         ke.differentiate(parser.parse_model(CASES[name][0]), wrt=["w"]), full_check=True
     )
 
 
-def test_sequence_of_other_length_raises_error() -> None:
+def test_sequence_of_other_length_raises_error():
     text = LISTED.replace("float[n,3] x", "float[n,3] x, float[k] like").replace(
         "Shape (x)", "Shape (like)").replace("int64 at = {1}", "int64 at = {0}")  # fmt: skip
     feeds = {"x": np.ones((2, 3), np.float32), "like": np.ones(3, np.float32)}
@@ -199,7 +199,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_data_dependent_control_flow_error_names_value(name: str) -> None:
+def test_data_dependent_control_flow_error_names_value(name):
     text, words = REFUSED[name]
     with pytest.raises(UnsupportedOpError, match=words):
         ke.differentiate(parser.parse_model(text), wrt=["w"])

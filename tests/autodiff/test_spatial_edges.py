@@ -66,7 +66,7 @@ def test_gradient_of_norm_of_zeros_is_zero(runtime, p):
 # -- forms without a rule --------------------------------------------------------------------------
 
 
-def _fed(value) -> Operand:
+def _fed(value):
     return Operand(value=np.asarray(value), active=False)
 
 

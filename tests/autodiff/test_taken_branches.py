@@ -1,7 +1,6 @@
 """Branches that constants and given settings decide: their weights train, others are gone."""
 
 import numpy as np
-import onnx
 import pytest
 from onnx import parser
 
@@ -25,7 +24,7 @@ DECIDES = {
 }
 
 
-def branches(spelling: str, decides: str) -> onnx.ModelProto:
+def branches(spelling, decides):
     """``x W``, where the rate decides which W of two branches, or which of another ``If``."""
     stored, read = WEIGHT[spelling]
     inputs, constants = DECIDES[decides]
@@ -55,7 +54,7 @@ def branches(spelling: str, decides: str) -> onnx.ModelProto:
     )
 
 
-def setting(decides: str, fast: bool) -> dict[str, np.ndarray]:
+def setting(decides, fast):
     """The input that decides, if it is one."""
     if decides == "truth":
         return {"fast_one": np.array(fast)}
@@ -73,9 +72,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("spelling", "decides", "fast"), CASES)
-def test_weight_of_selected_branch_is_trained_and_exported(
-    spelling: str, decides: str, fast: bool, tmp_path
-) -> None:
+def test_weight_of_selected_branch_is_trained_and_exported(spelling, decides, fast, tmp_path):
     model = branches(spelling, decides)
     x = np.random.default_rng(0).standard_normal((5, 3)).astype(np.float32)
     inputs = {"x": x, **setting(decides, fast)}
@@ -99,7 +96,7 @@ def test_weight_of_selected_branch_is_trained_and_exported(
         np.testing.assert_array_equal(run_model(written, {"x": x, **other})["y"], old)
 
 
-def test_changed_setting_after_sample_run_raises_error() -> None:
+def test_changed_setting_after_sample_run_raises_error():
     model = branches("node", "setting")
     x = np.ones((4, 3), np.float32)
     engine = ke.Engine.from_onnx(
@@ -111,7 +108,7 @@ def test_changed_setting_after_sample_run_raises_error() -> None:
     assert engine.step({"x": x, "rate": np.array(16000)}, targets).loss > 0
 
 
-def test_gradient_model_uses_setting_of_sample_inputs() -> None:
+def test_gradient_model_uses_setting_of_sample_inputs():
     x = np.ones((4, 3), np.float32)
     sample = {"x": x, "rate": np.array(8000)}
     gradient = ke.differentiate(branches("node", "setting"), loss="normal", sample_inputs=sample)
@@ -121,13 +118,13 @@ def test_gradient_model_uses_setting_of_sample_inputs() -> None:
 
 
 @pytest.mark.parametrize("decides", ["setting", "truth"])
-def test_branch_on_missing_setting_error_names_remedies(decides: str) -> None:
+def test_branch_on_missing_setting_error_names_remedies(decides):
     (name,) = setting(decides, True)
     with pytest.raises(UnsupportedOpError, match=f"'{name}': pass a batch .*sample_inputs.*const"):
         ke.Engine.from_onnx(branches("node", decides), loss="normal")
 
 
-def test_dynamic_axis_of_integers_is_data() -> None:
+def test_dynamic_axis_of_integers_is_data():
     model = branches("node", "setting_of_one_axis")
     model.graph.input[1].type.tensor_type.shape.dim[0].dim_param = "n"
     inputs = {"x": np.ones((1, 3), np.float32), "rate": np.array([16000])}
@@ -135,7 +132,7 @@ def test_dynamic_axis_of_integers_is_data() -> None:
         ke.Engine.from_onnx(model, loss="normal", sample_inputs=inputs)
 
 
-def test_setting_determines_loop_iterations() -> None:
+def test_setting_determines_loop_iterations():
     model = parser.parse_model(
         """<ir_version: 8, opset_import: ["": 18]>
         m (float[n,2] x, int64 times) => (float[n,2] y) <float[2] w = {2, 3}, bool on = {1}> {

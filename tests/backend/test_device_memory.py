@@ -3,7 +3,6 @@
 Only a stand-in can be made to have no memory.
 """
 
-from collections.abc import Callable
 from functools import partial
 
 import numpy as np
@@ -11,7 +10,6 @@ import pytest
 
 from kfac_engine.backend.cpu.backend import NumpyBackend
 from kfac_engine.backend.cuda.backend import CupyBackend
-from kfac_engine.backend.protocol import Backend
 from kfac_engine.backend.threads import Task
 from kfac_engine.backend.window import Window
 from kfac_engine.errors import MemoryLimitError
@@ -46,12 +44,12 @@ MOMENTS = {
 
 
 @pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> CupyBackend:
+def gpu(monkeypatch):
     cupy_standin.install(monkeypatch)
     return CupyBackend(scratch_bytes=ASKED)
 
 
-def computed(backend: Backend, name: str, before: Callable[[], None] = lambda: None) -> np.ndarray:
+def computed(backend, name, before=lambda: None):
     """The moment; of one that is symmetric, a triangle."""
     shape, moment, operands = MOMENTS[name]
     x, ds, out = (backend.asarray(array) for array in (*operands, np.ones(shape, np.float32)))
@@ -62,8 +60,8 @@ def computed(backend: Backend, name: str, before: Callable[[], None] = lambda: N
 
 
 @pytest.mark.parametrize("name", MOMENTS)
-def test_second_moments_adapt_to_available_memory(gpu: CupyBackend, name: str) -> None:
-    def shorten() -> None:
+def test_second_moments_adapt_to_available_memory(gpu, name):
+    def shorten():
         cupy_standin.memory.limit = ASKED // 3
 
     found, wanted = computed(gpu, name, shorten), computed(NumpyBackend(), name)
@@ -73,8 +71,8 @@ def test_second_moments_adapt_to_available_memory(gpu: CupyBackend, name: str) -
 
 
 @pytest.mark.parametrize("name", MOMENTS)
-def test_memory_error_leaves_result_unchanged(gpu: CupyBackend, name: str) -> None:
-    def shorten() -> None:
+def test_memory_error_leaves_result_unchanged(gpu, name):
+    def shorten():
         cupy_standin.memory.limit = 1000
 
     shape, moment, operands = MOMENTS[name]
@@ -89,9 +87,7 @@ def test_memory_error_leaves_result_unchanged(gpu: CupyBackend, name: str) -> No
     np.testing.assert_array_equal(gpu.to_numpy(out), np.ones(shape))
 
 
-def test_tasks_allocate_scratch_memory_once(
-    gpu: CupyBackend, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tasks_allocate_scratch_memory_once(gpu, monkeypatch):
     asked = list[int]()
     monkeypatch.setattr(gpu.device, "affordable", lambda size: asked.append(size) or size)
     tasks = [Task(1.0, partial(computed, gpu, name)) for name in MOMENTS]
@@ -102,7 +98,7 @@ def test_tasks_allocate_scratch_memory_once(
     assert len(asked) == 3
 
 
-def test_reduced_scratch_size_is_remembered(gpu: CupyBackend) -> None:
+def test_reduced_scratch_size_is_remembered(gpu):
     cupy_standin.memory.limit = ASKED // 3
     computed(gpu, "rows")
     refused = cupy_standin.memory.refused

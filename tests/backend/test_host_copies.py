@@ -1,7 +1,6 @@
 """Copies from a device to the host are made in few places: elsewhere they would hide in a step."""
 
 import ast
-from collections.abc import Iterator
 from pathlib import Path
 
 from tests.violations import assert_none
@@ -73,7 +72,7 @@ COPIES = {
 }
 
 
-def written(tree: ast.AST) -> Iterator[str]:
+def written(tree):
     """Attributes, and calls of attributes without arguments."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute):
@@ -82,7 +81,7 @@ def written(tree: ast.AST) -> Iterator[str]:
             yield f"{ast.unparse(node.func).rpartition('.')[2]}()"
 
 
-def test_device_arrays_are_copied_to_host_in_listed_places_only() -> None:
+def test_device_arrays_are_copied_to_host_in_listed_places_only():
     places = {path.relative_to(ROOT).as_posix(): path for path in SOURCES}
     assert_none(
         f"{name} in {place}"
@@ -92,6 +91,6 @@ def test_device_arrays_are_copied_to_host_in_listed_places_only() -> None:
     )
 
 
-def test_host_copy_check_detects_other_copies() -> None:
+def test_host_copy_check_detects_other_copies():
     body = "a = xp.asnumpy(x)\nb = x.get()\nc = x.sum().item()\nd = known.get(x)\n"
     assert set(written(ast.parse(body))) & COPIES.keys() == {"asnumpy", "get()", "item()"}

@@ -6,18 +6,18 @@ import pytest
 from kfac_engine.backend.cuda import inverse_roots
 
 
-def with_condition(decades: float, side: int = 40, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+def with_condition(decades, side=40, seed=0):
     """A matrix with eigenvalues from 1 down to ``10^-decades``, and its eigenvectors."""
     Q = np.linalg.qr(np.random.default_rng(seed).normal(size=(side, side))).Q
     matrix = (Q * np.geomspace(1, 10.0**-decades, side)) @ Q.T
     return 0.5 * (matrix + matrix.T), Q
 
 
-def bound(matrix: np.ndarray) -> np.ndarray:
+def bound(matrix):
     return abs(matrix).sum(axis=1).max(keepdims=True)
 
 
-def rounding(side: int, decades: float) -> float:
+def rounding(side, decades):
     """What a product of float64 matrices loses: a sum of ``side`` terms, times the condition."""
     return side * np.finfo(np.float64).eps * 10.0**decades
 
@@ -25,7 +25,7 @@ def rounding(side: int, decades: float) -> float:
 @pytest.mark.parametrize("degree", [1, 2, 3, 4])
 @pytest.mark.parametrize("decades", [0.1, 2, 5, 7])
 @pytest.mark.parametrize("seed", range(8))
-def test_newton_roots_equal_eigenvalue_roots(decades: float, degree: int, seed: int) -> None:
+def test_newton_roots_equal_eigenvalue_roots(decades, degree, seed):
     A, Q = with_condition(decades, seed=seed)
     wanted = (Q * np.geomspace(1, 10.0**-decades, len(A)) ** (-1 / degree)) @ Q.T
     steps = inverse_roots.steps_for(float(bound(A)[0]) * 10**decades, degree)
@@ -40,7 +40,7 @@ def test_newton_roots_equal_eigenvalue_roots(decades: float, degree: int, seed: 
 
 @pytest.mark.parametrize("degree", [1, 2, 3, 4])
 @pytest.mark.parametrize("decades", [0.1, 2, 5, 7])
-def test_residual_bounds_error_for_any_number_of_steps(decades: float, degree: int) -> None:
+def test_residual_bounds_error_for_any_number_of_steps(decades, degree):
     for seed in range(8):
         A, Q = with_condition(decades, seed=seed)
         wanted = (Q * np.geomspace(1, 10.0**-decades, len(A)) ** (-1 / degree)) @ Q.T
@@ -51,13 +51,13 @@ def test_residual_bounds_error_for_any_number_of_steps(decades: float, degree: i
             assert error < residual + rounding(len(A), decades)
 
 
-def test_additional_newton_steps_do_not_change_root() -> None:
+def test_additional_newton_steps_do_not_change_root():
     A, _ = with_condition(4)
     few, many = (inverse_roots.newton_roots(A[None], 2, bound(A), n, np) for n in (25, 40))
     np.testing.assert_allclose(few, many, rtol=0, atol=1e-9 * abs(few).max())
 
 
-def test_residual_is_large_for_few_steps_and_indefinite_matrices() -> None:
+def test_residual_is_large_for_few_steps_and_indefinite_matrices():
     A, Q = with_condition(6)
     few = inverse_roots.newton_roots(A[None], 2, bound(A), 12, np)
     assert inverse_roots.residuals(few, A[None], 2, np)[0] > 0.1
@@ -67,6 +67,6 @@ def test_residual_is_large_for_few_steps_and_indefinite_matrices() -> None:
         assert not inverse_roots.residuals(lost, indefinite[None], 2, np)[0] < 0.1
 
 
-def test_steps_for_singular_matrix_is_infinite() -> None:
+def test_steps_for_singular_matrix_is_infinite():
     assert inverse_roots.steps_for(np.inf, 2) == inverse_roots.steps_for(np.nan, 2) == np.inf
     assert inverse_roots.steps_for(1e3, 2) < inverse_roots.steps_for(1e6, 2) < 30

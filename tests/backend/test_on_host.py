@@ -9,19 +9,19 @@ from kfac_engine.errors import InputError
 from tests.foreign import Foreign
 
 
-def test_on_host_returns_host_values_unchanged() -> None:
+def test_on_host_returns_host_values_unchanged():
     array = np.ones(3)
     found = on_host({"a": array, "b": [1, 2]}, NumpyBackend())
     assert found["a"] is array
     assert found["b"] == [1, 2]
 
 
-def test_on_host_shares_arrays_of_other_libraries() -> None:
+def test_on_host_shares_arrays_of_other_libraries():
     array = np.ones(3)
     found = on_host({"a": Foreign(array)}, NumpyBackend())["a"]
     assert np.shares_memory(found, array)
 
 
-def test_on_host_rejects_arrays_without_names() -> None:
+def test_on_host_rejects_arrays_without_names():
     with pytest.raises(InputError, match=r"\{name: array\}, got list"):
         on_host([np.ones(3)], NumpyBackend())

@@ -15,13 +15,13 @@ EXACT = 1e-12  # float64 sums of some hundred numbers, in another order
 DOUBLE = np.dtype(np.float64)
 
 
-def rows(case: Case, x: np.ndarray) -> np.ndarray:
+def rows(case, x):
     w = case.window
     return patches(x, w.kernel, w.strides, w.dilations, w.begins, w.ends)
 
 
 @pytest.mark.parametrize("case", nightly_but_covering([*STRIDED[::2], *STRIDE_ONE[::3], *CORNERS]))
-def test_patch_sums_equal_sums_of_patches(case: Case) -> None:
+def test_patch_sums_equal_sums_of_patches(case):
     x = case.images()
     z = rows(case, x)
     close = {"rtol": 0, "atol": EXACT * max(1.0, np.abs(z).sum())}
@@ -32,7 +32,7 @@ def test_patch_sums_equal_sums_of_patches(case: Case) -> None:
     np.testing.assert_allclose(squares, 0.5 * (z**2).sum(axis=(0, 1)) + 2, **close)
 
 
-def test_patch_sums_of_many_images_have_float64_accuracy() -> None:
+def test_patch_sums_of_many_images_have_float64_accuracy():
     case = Case(CORNERS[1].window, 200, 2, (2, 1))
     x = case.images().astype(ml_dtypes.bfloat16)
     found = np.full(case.window.taps * 2, np.nan, np.float32)
@@ -41,7 +41,7 @@ def test_patch_sums_of_many_images_have_float64_accuracy() -> None:
     np.testing.assert_allclose(found, wanted, rtol=1e-5)  # float32 sums of 64 squares
 
 
-def test_row_sums_of_single_positions_equal_rows() -> None:
+def test_row_sums_of_single_positions_equal_rows():
     x = np.random.default_rng(0).normal(size=(5, 3)).astype(np.float32)
     found = row_sums(x, pointwise(0), DOUBLE, np)
     assert found.dtype == np.float64

@@ -5,7 +5,6 @@ import pytest
 
 from kfac_engine.backend.cpu.backend import NumpyBackend
 from kfac_engine.backend.cuda.backend import CupyBackend
-from kfac_engine.backend.protocol import Backend
 from kfac_engine.backend.window import Window, pointwise
 from kfac_engine.errors import ShapeError
 from tests.backend import cupy_standin
@@ -18,20 +17,20 @@ GROUPS, OUTPUTS = 2, 3
 
 
 @pytest.fixture(params=["numpy", *cupy_standin.KINDS])
-def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Backend:
+def backend(request, monkeypatch):
     if request.param == "numpy":
         return NumpyBackend(scratch_bytes=1 << 12)
     cupy_standin.begin(request.param, monkeypatch)
     return CupyBackend(scratch_bytes=8 << 20)
 
 
-def close(backend: Backend, found: object, wanted: np.ndarray, dtype: type) -> None:
+def close(backend, found, wanted, dtype):
     host = backend.to_numpy(found)
     assert host.dtype == dtype
     np.testing.assert_allclose(host, wanted, rtol=0, atol=TOLERANCE[dtype] * np.abs(wanted).max())
 
 
-def images(dtype: type, window: Window) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def images(dtype, window):
     """Images, output gradients, and the rows of each group, ``(groups, n, t, d)``, with the one."""
     rng = np.random.default_rng(0)
     x = rng.normal(size=(5, 4, 6, 5)).astype(dtype)
@@ -50,9 +49,7 @@ def images(dtype: type, window: Window) -> tuple[np.ndarray, np.ndarray, np.ndar
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("window", [WINDOW, pointwise(2)], ids=["patches", "pixels"])
 @pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
-def test_group_moments_equal_definition(
-    backend: Backend, window: Window, dtype: type, beta: float
-) -> None:
+def test_group_moments_equal_definition(backend, window, dtype, beta):
     x, _, z = images(dtype, window)
     wanted = 0.3 * np.einsum("gnti,gntj->gij", z, z) + beta
     out = backend.asarray(np.ones(wanted.shape, dtype) if beta else np.full(wanted.shape, np.nan))
@@ -67,9 +64,7 @@ def test_group_moments_equal_definition(
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("window", [WINDOW, pointwise(2)], ids=["patches", "pixels"])
 @pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
-def test_squared_gradients_equal_definition(
-    backend: Backend, window: Window, dtype: type, beta: float
-) -> None:
+def test_squared_gradients_equal_definition(backend, window, dtype, beta):
     x, ds, z = images(dtype, window)
     g = ds.astype(np.float64).reshape(5, GROUPS, OUTPUTS, -1)
     wanted = 0.3 * (np.einsum("gnti,ngot->gnio", z, g) ** 2).sum(axis=1) + beta
@@ -84,9 +79,7 @@ def test_squared_gradients_equal_definition(
 @pytest.mark.parametrize("dtype", [np.float32, np.float64, np.float16])
 @pytest.mark.parametrize("window", [WINDOW, pointwise(2)], ids=["patches", "pixels"])
 @pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
-def test_patch_squares_equal_definition(
-    backend: Backend, window: Window, dtype: type, beta: float
-) -> None:
+def test_patch_squares_equal_definition(backend, window, dtype, beta):
     x = (300 * np.random.default_rng(0).normal(size=(5, 4, 6, 5))).astype(dtype)
     w = window
     z = patches(x, w.kernel, w.strides, w.dilations, w.begins, w.ends)
@@ -98,9 +91,7 @@ def test_patch_squares_equal_definition(
 
 
 @pytest.mark.parametrize("shape", [(7, 4), (3, 4, 2, 3, 2, 2)], ids=["a row each", "four axes"])
-def test_patch_squares_equal_definition_for_any_strides(
-    backend: Backend, shape: tuple[int, ...]
-) -> None:
+def test_patch_squares_equal_definition_for_any_strides(backend, shape):
     x = np.random.default_rng(0).normal(size=shape).astype(np.float32)
     out = backend.asarray(np.full(4, np.nan, np.float32))
     backend.patch_squares(backend.asarray(x), pointwise(len(shape) - 2), out)
@@ -108,7 +99,7 @@ def test_patch_squares_equal_definition_for_any_strides(
     close(backend, out, sums, np.float32)
 
 
-def test_patch_squares_of_wrong_shape_raise_error(backend: Backend) -> None:
+def test_patch_squares_of_wrong_shape_raise_error(backend):
     x = backend.asarray(np.ones((2, 4, 6, 5), np.float32))
     with pytest.raises(ShapeError, match="4 channels under 6 taps"):
         backend.patch_squares(x, WINDOW, backend.asarray(np.zeros(23, np.float32)))
@@ -119,9 +110,7 @@ def test_patch_squares_of_wrong_shape_raise_error(backend: Backend) -> None:
 # Of a group: one channel with one output, with four, with five, and eight channels.
 @pytest.mark.parametrize(("channels", "outputs"), [(1, 1), (1, 4), (2, 5), (8, 2), (9, 1)])
 @pytest.mark.parametrize("dtype", [np.float32, np.float64, np.float16])
-def test_squared_gradients_of_small_groups_equal_definition(
-    backend: Backend, channels: int, outputs: int, dtype: type
-) -> None:
+def test_squared_gradients_of_small_groups_equal_definition(backend, channels, outputs, dtype):
     rng, w = np.random.default_rng(0), WINDOW
     x = rng.normal(size=(5, 3 * channels, 6, 5)).astype(dtype)
     sides = w.output_shape((6, 5))
@@ -142,7 +131,7 @@ def test_squared_gradients_of_small_groups_equal_definition(
     close(backend, out, wanted, kept)
 
 
-def test_squared_gradients_of_single_rows_equal_definition(backend: Backend) -> None:
+def test_squared_gradients_of_single_rows_equal_definition(backend):
     rng = np.random.default_rng(0)
     x, ds = (rng.normal(size=(7, d)).astype(np.float32) for d in (4, 3))
     out = backend.asarray(np.zeros((1, 5, 3), np.float32))
@@ -152,7 +141,7 @@ def test_squared_gradients_of_single_rows_equal_definition(backend: Backend) -> 
     close(backend, out, (np.einsum("ni,no->nio", ones, ds) ** 2).sum(axis=0)[None], np.float32)
 
 
-def test_group_results_of_wrong_shape_raise_error(backend: Backend) -> None:
+def test_group_results_of_wrong_shape_raise_error(backend):
     x = backend.asarray(np.ones((2, 4, 5, 5), np.float32))
     out = backend.asarray(np.zeros((3, 6, 6), np.float32))
     with pytest.raises(ShapeError, match="3 groups of 4 channels under 6 taps"):
@@ -165,9 +154,7 @@ def test_group_results_of_wrong_shape_raise_error(backend: Backend) -> None:
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("axes", [(1,), (2, 3), (1, 3), (), (1, 2, 3)], ids=str)
 @pytest.mark.parametrize("short", [None, 1, 3])
-def test_example_sums_equal_definition(
-    backend: Backend, axes: tuple[int, ...], short: int | None, dtype: type
-) -> None:
+def test_example_sums_equal_definition(backend, axes, short, dtype):
     rng = np.random.default_rng(0)
     shape = [3, 4, 5, 6]
     ds = rng.normal(size=shape).astype(dtype)
@@ -180,7 +167,7 @@ def test_example_sums_equal_definition(
     close(backend, found, wanted, dtype)
 
 
-def test_count_ids_counts_ids_in_range(backend: Backend) -> None:
+def test_count_ids_counts_ids_in_range(backend):
     ids = np.random.default_rng(0).integers(-2, 9, (6, 5))
     found = backend.to_numpy(backend.count_ids(backend.asarray(ids), 7))
     np.testing.assert_array_equal(found, [(ids == i).sum() for i in range(7)])
@@ -188,7 +175,7 @@ def test_count_ids_counts_ids_in_range(backend: Backend) -> None:
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("axis", [1, -1])
-def test_draw_classes_inverts_cumulative_sum(backend: Backend, axis: int, dtype: type) -> None:
+def test_draw_classes_inverts_cumulative_sum(backend, axis, dtype):
     rng = np.random.default_rng(0)
     logits = rng.normal(size=(40, 6, 5)).astype(dtype)
     shape = np.delete(logits.shape, axis)
@@ -200,7 +187,7 @@ def test_draw_classes_inverts_cumulative_sum(backend: Backend, axis: int, dtype:
     np.testing.assert_array_equal(found, wanted)
 
 
-def test_draw_classes_uses_float64_sums(backend: Backend) -> None:
+def test_draw_classes_uses_float64_sums(backend):
     """Of many equal weights that float32 rounds, a float32 sum would be off by some classes."""
     logits = np.full((5, 50_000), 0.1, np.float32)
     logits[:, -1] = 2.0
@@ -214,7 +201,7 @@ def test_draw_classes_uses_float64_sums(backend: Backend) -> None:
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64, np.float16, np.int64])
 @pytest.mark.parametrize("beta", [0.0, 0.5])
-def test_add_scaled_equals_definition(backend: Backend, beta: float, dtype: type) -> None:
+def test_add_scaled_equals_definition(backend, beta, dtype):
     """Of half precision, products would overflow: they are taken in the result's."""
     measured = (1e4 * np.random.default_rng(0).normal(size=(3, 5))).astype(dtype)
     kept = np.float64 if dtype == np.float64 else np.float32
@@ -223,7 +210,7 @@ def test_add_scaled_equals_definition(backend: Backend, beta: float, dtype: type
     close(backend, out, 30.0 * measured.astype(np.float64) + 2 * beta, kept)
 
 
-def test_are_finite_detects_nonfinite_arrays(backend: Backend) -> None:
+def test_are_finite_detects_nonfinite_arrays(backend):
     wide = np.ones((40, 30), np.float32)
     bad = wide.copy()
     bad[39, 29] = -np.inf
@@ -235,7 +222,7 @@ def test_are_finite_detects_nonfinite_arrays(backend: Backend) -> None:
     assert backend.to_numpy(backend.are_finite([])).shape == (0,)
 
 
-def test_are_finite_reads_device_once(backend: Backend) -> None:
+def test_are_finite_reads_device_once(backend):
     arrays = [np.ones(3, np.float32), np.array([1, np.nan]), np.arange(4), np.zeros((0, 2))]
     cupy_standin.COUNTS.clear()
     found = backend.squared_norms([backend.asarray(array) for array in arrays])

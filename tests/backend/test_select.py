@@ -14,18 +14,18 @@ from tests.backend import cupy_standin
 
 
 @pytest.fixture
-def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_gpu(monkeypatch):
     cupy_standin.forget(monkeypatch)
     monkeypatch.setitem(sys.modules, "cupy", None)
 
 
 @pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def gpu(monkeypatch):
     cupy_standin.install(monkeypatch)
 
 
 @pytest.mark.parametrize("name", ["numpy", "auto"])
-def test_auto_selects_numpy_with_requested_scratch_without_gpu(no_gpu: None, name: str) -> None:
+def test_auto_selects_numpy_with_requested_scratch_without_gpu(no_gpu, name):
     backend = select.select(name, scratch_bytes=12345)
     assert isinstance(backend, NumpyBackend)
     assert backend.name == "numpy"
@@ -33,20 +33,20 @@ def test_auto_selects_numpy_with_requested_scratch_without_gpu(no_gpu: None, nam
 
 
 @pytest.mark.parametrize("name", ["cupy", "auto"])
-def test_auto_selects_working_gpu(gpu: None, name: str) -> None:
+def test_auto_selects_working_gpu(gpu, name):
     backend = select.select(name, scratch_bytes=12345)
     assert isinstance(backend, CupyBackend)
     assert backend.scratch_bytes == 12345
     assert "cupy on stand-in, compute capability 9.0, 8 GiB" in choice_reason(name)
 
 
-def test_numpy_request_ignores_gpu(gpu: None) -> None:
+def test_numpy_request_ignores_gpu(gpu):
     assert isinstance(select.select("numpy"), NumpyBackend)
     assert choice_reason("numpy") == "numpy, as requested"
 
 
-def test_gpu_with_failing_kernel_is_unusable(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(code: str, options: tuple[str, ...] = ()) -> None:
+def test_gpu_with_failing_kernel_is_unusable(gpu, monkeypatch):
+    def broken(code, options=()):
         raise RuntimeError("no compiler\nmore")
 
     monkeypatch.setattr(sys.modules["cupy"], "RawModule", broken)
@@ -55,33 +55,33 @@ def test_gpu_with_failing_kernel_is_unusable(gpu: None, monkeypatch: pytest.Monk
         select.select("cupy")
 
 
-def test_old_gpu_error_names_compute_capability(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_old_gpu_error_names_compute_capability(gpu, monkeypatch):
     runtime = sys.modules["cupy"].cuda.runtime
     old = runtime.getDeviceProperties(0) | {"major": 6, "minor": 1}
     monkeypatch.setattr(runtime, "getDeviceProperties", lambda index: old)
     assert "compute capability 6.1 is below 7.0" in choice_reason("cupy")
 
 
-def test_missing_cupy_raises_error_with_advice(no_gpu: None) -> None:
+def test_missing_cupy_raises_error_with_advice(no_gpu):
     with pytest.raises(BackendError, match=r"install kfac-engine\[cuda13\].*'numpy' or 'auto'"):
         select.select("cupy")
 
 
 @pytest.mark.parametrize("call", [select.select, choice_reason])
-def test_unknown_backend_error_lists_known_names(call: object) -> None:
+def test_unknown_backend_error_lists_known_names(call):
     with pytest.raises(
         UnknownNameError, match=r"unknown backend 'gpu'; choose one of: auto, numpy"
     ):
         call("gpu")
 
 
-def test_auto_logs_choice_with_reason(no_gpu: None, caplog: pytest.LogCaptureFixture) -> None:
+def test_auto_logs_choice_with_reason(no_gpu, caplog):
     with caplog.at_level(logging.INFO, logger="kfac_engine"):
         select.select("auto")
     assert choice_reason("auto") in caplog.text
 
 
-def test_selection_by_name_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
+def test_selection_by_name_is_not_logged(caplog):
     with caplog.at_level(logging.DEBUG, logger="kfac_engine"):
         select.select("numpy")
     assert not caplog.records
@@ -90,5 +90,5 @@ def test_selection_by_name_is_not_logged(caplog: pytest.LogCaptureFixture) -> No
 @pytest.mark.parametrize(
     ("name", "words"), [("auto", "numpy, chosen"), ("numpy", "as requested"), ("cupy", "none: ")]
 )
-def test_choice_reason_names_backend_of_each_name(no_gpu: None, name: str, words: str) -> None:
+def test_choice_reason_names_backend_of_each_name(no_gpu, name, words):
     assert words in choice_reason(name)

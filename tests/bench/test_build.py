@@ -17,13 +17,13 @@ PARAMETERS = {"ResNet-50": 25_557_032, "BERT-base": 109_483_778 - 2 * 768}
 
 
 @pytest.mark.parametrize("network", nightly_but(["ResNet-50"], NETWORKS))
-def test_network_has_the_parameters_it_is_known_for(network: str) -> None:
+def test_network_has_the_parameters_it_is_known_for(network):
     graph = load_graph(NETWORKS[network]())
     sizes = [graph.constants[name].size for name in trainable_parameters(graph)]
     assert sum(sizes) == PARAMETERS[network]
 
 
-def test_stages_are_timed_for_every_round(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stages_are_timed_for_every_round(monkeypatch):
     clock = iter(np.cumsum([0, 1, 2, 4, 5, 3, 9, 3, 6, 8, 8, 9]).astype(float))
     monkeypatch.setattr("kfac_engine.bench.build.perf_counter", lambda: next(clock))
     data = models.mlp().SerializeToString()
@@ -34,9 +34,7 @@ def test_stages_are_timed_for_every_round(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize("power", [1, 2])
-def test_exponents_of_builds_stand_beside_the_expected_ones(
-    power: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_exponents_of_builds_stand_beside_the_expected_ones(power, monkeypatch, capsys):
     sizes = 100, 1_000
     builds = {n: {"times": [n**power / 1e3], "peak_bytes": 5_000 * n} for n in sizes}
     monkeypatch.setattr(build, "answer_of", lambda *words, **_: builds[words[-1]])
@@ -51,10 +49,8 @@ def test_exponents_of_builds_stand_beside_the_expected_ones(
 
 
 @pytest.mark.parametrize("count", [20, 50])
-def test_a_chain_has_its_nodes_but_for_the_last_activation(
-    count: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    read: list[int] = []
+def test_a_chain_has_its_nodes_but_for_the_last_activation(count, monkeypatch):
+    read = []
     monkeypatch.setattr(
         build.Engine, "from_onnx", lambda data, **_: read.append(len(load_graph(data).nodes))
     )

@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import asdict
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -26,7 +25,7 @@ from tests.cuda_on_cpu.device import ShimDevice
 from tests.kernels.test_kernels_page import KERNEL
 
 
-def test_the_network_has_the_parameters_it_is_known_for() -> None:
+def test_the_network_has_the_parameters_it_is_known_for():
     weights = sum(layer.d_in * layer.outputs for layer in resnet50())
     scales = 2 * sum(layer.outputs for layer in resnet50()[:-1])
     assert (len(resnet50()), weights + scales) == (54, 25_557_032)
@@ -38,7 +37,7 @@ SIZES = gpu_meter.Sizes(images=2, channels=3, side=6, matrix=140, ids=200, class
 
 
 @pytest.fixture
-def meter(monkeypatch: pytest.MonkeyPatch) -> gpu_meter.Meter:
+def meter(monkeypatch):
     """On the stand-in, whose times mean nothing."""
     cupy_standin.install(monkeypatch)
     monkeypatch.setattr(inverse_roots, "LEAST_SIZES", {90: 2})
@@ -47,7 +46,7 @@ def meter(monkeypatch: pytest.MonkeyPatch) -> gpu_meter.Meter:
     return gpu_meter.Meter(backend, rounds=2, side=8)
 
 
-def test_each_case_is_measured_and_checked(meter: gpu_meter.Meter) -> None:
+def test_each_case_is_measured_and_checked(meter):
     rows = list(gpu.measure_gpu(meter, LAYERS, 2, SIZES, None))
     # For each kind of products: one layer with patches, all inputs, all outputs.
     assert [row.contender for row in rows[:9]] == [
@@ -66,10 +65,10 @@ def test_each_case_is_measured_and_checked(meter: gpu_meter.Meter) -> None:
     assert page.count(f"|{'---|' * len([*form.texts, *form.numbers])}") == 1
 
 
-def test_every_kernel_is_launched_by_the_suite(meter: gpu_meter.Meter) -> None:
-    launched: set[str] = set()
+def test_every_kernel_is_launched_by_the_suite(meter):
+    launched = set()
     function = meter.backend.device.function
-    meter.backend.device.function = lambda code, name, *options: (  # type: ignore[method-assign]
+    meter.backend.device.function = lambda code, name, *options: (
         launched.add(name) or function(code, name, *options)
     )
     list(gpu.kernel_works(meter.backend, SIZES))
@@ -78,7 +77,7 @@ def test_every_kernel_is_launched_by_the_suite(meter: gpu_meter.Meter) -> None:
     assert launched == {kernel for name in MACROS for kernel in KERNEL.findall(source(name))}
 
 
-def test_ceilings_are_the_rates_that_floors_are_made_of(meter: gpu_meter.Meter) -> None:
+def test_ceilings_are_the_rates_that_floors_are_made_of(meter):
     rows = meter.ceiling_rows()
     assert [row.case for row in rows] == ["copy", "float32", "TF32", "float64"]
     assert {row.device for row in rows} == {
@@ -92,9 +91,7 @@ def test_ceilings_are_the_rates_that_floors_are_made_of(meter: gpu_meter.Meter) 
     assert rates.floor(gpu_meter.Counted("", 0.0, rates.copied_bytes), "TF32") == 1
 
 
-def test_fastest_variants_are_written_and_chosen(
-    meter: gpu_meter.Meter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_fastest_variants_are_written_and_chosen(meter, tmp_path, monkeypatch):
     path = tmp_path / "tuned.json"
     path.write_text(json.dumps({"sm_80": {"a shape": [PIXELS, 4]}}))
     layers = Layer(64, 3, 3, 1, 4), Layer(3, 64, 1, 1, 4)
@@ -115,7 +112,7 @@ def test_fastest_variants_are_written_and_chosen(
     # The choice decides what is copied as pairs.
     device, out = ShimDevice(), np.zeros((576, 576), np.float32)
     shapes, empty = [], device.empty
-    device.empty = lambda shape, kind: shapes.append((kind, shape)) or empty(shape, kind)  # type: ignore[method-assign]
+    device.empty = lambda shape, kind: shapes.append((kind, shape)) or empty(shape, kind)
     chosen = {key: Choice(*choice) for key, choice in table["sm_90"].items()}
     x = data.normal(2, 64, 4, 4)
     how = Accumulation(False, 1, 0)
@@ -126,10 +123,8 @@ def test_fastest_variants_are_written_and_chosen(
     assert copied == [(32, 2, 64), (32, 2, 576)]
 
 
-def test_work_that_fails_leaves_the_rest(
-    meter: gpu_meter.Meter, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def broken() -> None:
+def test_work_that_fails_leaves_the_rest(meter, capsys):
+    def broken():
         raise RuntimeError("an illegal memory access")
 
     wrong = gpu_meter.Work(SUM, lambda: None, check=lambda: 2e-3, tolerance=1e-3)
@@ -142,7 +137,7 @@ def test_work_that_fails_leaves_the_rest(
     assert "a sum, cupy: " in printed.splitlines()[-1]
 
 
-def test_a_wrong_result_ends_the_suite(meter: gpu_meter.Meter) -> None:
+def test_a_wrong_result_ends_the_suite(meter):
     work = gpu_meter.Work(SUM, lambda: None, check=lambda: 2e-3, tolerance=1e-3)
     with pytest.raises(BackendError, match=r"a sum: .* is off by 2\.0e-03, not 1e-03"):
         meter.rows("cupy", work)
@@ -152,7 +147,7 @@ def test_a_wrong_result_ends_the_suite(meter: gpu_meter.Meter) -> None:
 
 
 @pytest.mark.parametrize("layer", LAYERS, ids=str)
-def test_torch_computes_what_it_is_compared_in(layer: Layer) -> None:
+def test_torch_computes_what_it_is_compared_in(layer):
     pytest.importorskip("torch")
     usual = torch_gpu.TorchOnDevice("cpu")
     x = data.normal(2, layer.inputs, layer.side, layer.side)
@@ -165,7 +160,7 @@ def test_torch_computes_what_it_is_compared_in(layer: Layer) -> None:
     np.testing.assert_allclose(usual.output_factor(x)().numpy(), rows.T @ rows, rtol=1e-4)
 
 
-def test_torch_inverts_and_decomposes_what_it_is_compared_in() -> None:
+def test_torch_inverts_and_decomposes_what_it_is_compared_in():
     pytest.importorskip("torch")
     usual, A = torch_gpu.TorchOnDevice("cpu"), data.factor(5)
     for inverse in usual.inverses([A], 0.1).values():
@@ -177,6 +172,6 @@ def test_torch_inverts_and_decomposes_what_it_is_compared_in() -> None:
     np.testing.assert_allclose(found, A @ A @ A, atol=1e-5)
 
 
-def test_without_a_gpu_the_suite_says_so() -> None:
+def test_without_a_gpu_the_suite_says_so():
     with pytest.raises(BackendError, match="backend 'numpy'"):
         gpu.run_gpu(Console(), "gpu", [])

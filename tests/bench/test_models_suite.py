@@ -24,7 +24,7 @@ def folder(tmp_path):
     return tmp_path
 
 
-def test_steps_are_those_of_the_optimizers(folder, monkeypatch) -> None:
+def test_steps_are_those_of_the_optimizers(folder, monkeypatch):
     monkeypatch.setattr(models, "STEPS", 3)
     path = folder / "tiny.onnx"
     inputs, targets = models.batch_of(path)
@@ -41,7 +41,7 @@ def test_steps_are_those_of_the_optimizers(folder, monkeypatch) -> None:
         assert min(answer.seconds) > 0
 
 
-def test_each_optimizer_has_a_row_from_its_own_process(folder, monkeypatch) -> None:
+def test_each_optimizer_has_a_row_from_its_own_process(folder, monkeypatch):
     asked = []
 
     def answer_of(module, *words, threads):
@@ -66,13 +66,13 @@ def test_each_optimizer_has_a_row_from_its_own_process(folder, monkeypatch) -> N
 
 
 @pytest.mark.nightly
-def test_processes_measure_steps(folder) -> None:
+def test_processes_measure_steps(folder):
     rows = models.run_models(Console(width=200), "models", folder)
     assert [row.optimizer for row in rows] == ["AdamW", "K-FAC"]
     assert all(row.peak > 0 and row.losses[1] < row.losses[0] for row in rows)
 
 
-def test_a_folder_without_models_and_a_damaged_model_are_named(tmp_path) -> None:
+def test_a_folder_without_models_and_a_damaged_model_are_named(tmp_path):
     for folder in (None, tmp_path):
         with pytest.raises(InputError, match=r"real_size DIR.*--models DIR"):
             models.run_models(Console(), "models", folder)
@@ -81,11 +81,11 @@ def test_a_folder_without_models_and_a_damaged_model_are_named(tmp_path) -> None
         models.run_models(Console(), "models", tmp_path)
 
 
-def test_ratios_are_those_to_the_first_row_of_a_model() -> None:
+def test_ratios_are_those_to_the_first_row_of_a_model():
     answers = {name: (10, 1, [9, mean], [1, 0], 0, 2) for name, mean in {"x": 2, "y": 3}.items()}
     assert [row.ratio for row in models._rows("model", answers)] == [1, 1.5]
 
 
-def test_the_page_of_models_shows_the_newest_measurements() -> None:
+def test_the_page_of_models_shows_the_newest_measurements():
     text = list_models.PAGE.read_text(encoding="utf-8")
     assert bench_tables.with_sections(text) == text

@@ -12,12 +12,12 @@ from kfac_engine.data import demo_model, digits
 
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("m.onnx").write_bytes(demo_model("mlp"))
 
 
-def weights(path: str) -> dict[str, np.ndarray]:
+def weights(path):
     return {e.name: numpy_helper.to_array(e) for e in onnx.load(path).graph.initializer}
 
 

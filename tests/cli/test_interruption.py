@@ -52,11 +52,11 @@ STUCK = {
 }
 
 
-def ready() -> None:
+def ready():
     print("ready", flush=True)
 
 
-def endless(*, once: bool) -> None:
+def endless(*, once):
     """A loop without an end, which runs inside ONNX Runtime."""
     import onnxruntime as ort
 
@@ -79,7 +79,7 @@ def endless(*, once: bool) -> None:
     session.run(["y"], {"x": np.ones((), np.float32)})
 
 
-def folded() -> None:
+def folded():
     """Products of constants, which ONNX Runtime computes when it creates a session."""
     from kfac_engine.graph.write import CompactModel
     from kfac_engine.sessions.session import Session
@@ -94,7 +94,7 @@ def folded() -> None:
     Session(CompactModel(model.SerializeToString(), {}, {}), threads=1, what="products")
 
 
-def finalize() -> None:
+def finalize():
     """A finalizer, whose exceptions Python ignores."""
 
     class Slow:

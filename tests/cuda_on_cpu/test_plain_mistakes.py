@@ -1,7 +1,6 @@
 """Mistakes in the small kernels show in their results."""
 
 import re
-from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -11,7 +10,6 @@ from kfac_engine.backend.cuda import recursive_inverse
 from kfac_engine.backend.cuda.gram import GroupProducts, PatchMoments
 from kfac_engine.backend.window import Window
 from kfac_engine.kernels.groups import draw_classes, sum_examples
-from kfac_engine.kernels.launch import Device
 from kfac_engine.kernels.moments import mirror
 from kfac_engine.kernels.small_products import Product, small_products
 from kfac_engine.kernels.spans import find_infinite, multiply_pairs
@@ -32,13 +30,13 @@ LOGITS = RNG.normal(size=(20, 70, 1)).astype(np.float32)
 UNIFORMS = RNG.random((20, 1))
 
 
-def mirrored(device: Device) -> tuple[np.ndarray, np.ndarray]:
+def mirrored(device):
     out = np.where(np.tri(50, dtype=bool), MATRICES[0], np.nan).astype(np.float32)
     mirror(device, out)
     return out, MATRICES[0]
 
 
-def squared(device: Device) -> tuple[np.ndarray, np.ndarray]:
+def squared(device):
     out = np.full(9, np.nan, np.float32)
     window = Window((3,), (1,), (1,), (1,), (1,))
     PatchMoments(device, 0, 0).add_squares(IMAGES, window, out, alpha=1, beta=0)
@@ -46,17 +44,17 @@ def squared(device: Device) -> tuple[np.ndarray, np.ndarray]:
     return out, (z**2).sum(axis=(0, 1))
 
 
-def widened(device: Device) -> tuple[np.ndarray, np.ndarray]:
+def widened(device):
     wide, _ = widen(device, MATRICES, np.zeros(2), Floor(0.1, 0.0))
     norms = np.linalg.norm(MATRICES, axis=(1, 2))
     return wide, MATRICES + 0.1 * norms[:, None, None] * np.eye(50)
 
 
-def narrowed(device: Device) -> tuple[np.ndarray, np.ndarray]:
+def narrowed(device):
     return narrow(device, MATRICES, np.float32), MATRICES
 
 
-def inverted(device: Device) -> tuple[np.ndarray, np.ndarray]:
+def inverted(device):
     """Blocks that are a leaf: one of full size, and a smaller one in a larger matrix."""
     matrices = np.stack([np.eye(128) + root @ root.T for root in RNG.normal(size=(2, 128, 3))])
     work = np.zeros((2, 140, 140))
@@ -69,7 +67,7 @@ def inverted(device: Device) -> tuple[np.ndarray, np.ndarray]:
     return work[:, :128, :128], wanted
 
 
-def with_codes(device: Device) -> tuple[np.ndarray, np.ndarray]:
+def with_codes(device):
     """A code is of the first block that has no inverse."""
     codes = np.zeros(2, np.int32)
     invert = recursive_inverse._Inverse(device, codes)
@@ -79,7 +77,7 @@ def with_codes(device: Device) -> tuple[np.ndarray, np.ndarray]:
     return codes, np.array([3, 0])
 
 
-def triangles(device: Device) -> tuple[np.ndarray, np.ndarray]:
+def triangles(device):
     """The mean of both triangles, and the lower left block in the upper right one."""
     work = RNG.normal(size=(2, 80, 80))
     wanted = work.copy()
@@ -91,7 +89,7 @@ def triangles(device: Device) -> tuple[np.ndarray, np.ndarray]:
     return work, wanted
 
 
-def summed(device: Device) -> tuple[np.ndarray, np.ndarray]:
+def summed(device):
     """Entries lie closer together in memory than what is summed."""
     sums = np.full((3, 10), np.nan, np.float32)
     x, ds = (np.moveaxis(array, -1, 1) for array in ROWS)
@@ -100,14 +98,14 @@ def summed(device: Device) -> tuple[np.ndarray, np.ndarray]:
     return sums, np.concatenate([wide.prod(axis=0).sum(axis=1), wide[1].sum(axis=1)], axis=1)
 
 
-def drawn(device: Device) -> tuple[np.ndarray, np.ndarray]:
+def drawn(device):
     ids = np.full((20, 1), -1)
     draw_classes(device, LOGITS, UNIFORMS, ids)
     bound = np.exp(LOGITS.astype(np.float64)).cumsum(axis=1)
     return ids, (bound <= UNIFORMS[:, None] * bound[:, -1:]).sum(axis=1)
 
 
-def grouped(device: Device) -> tuple[np.ndarray, np.ndarray]:
+def grouped(device):
     """A channel for each group."""
     out = np.full((3, 4, 4), np.nan, np.float32)
     window = Window((3,), (1,), (1,), (1,), (1,))
@@ -118,7 +116,7 @@ def grouped(device: Device) -> tuple[np.ndarray, np.ndarray]:
     return out, np.einsum("gnti,gntj->gij", z, z)
 
 
-def group_squares(device: Device) -> tuple[np.ndarray, np.ndarray]:
+def group_squares(device):
     """A channel and an output for each group."""
     out = np.full((3, 3, 1), np.nan, np.float32)
     window = Window((3,), (1,), (1,), (1,), (1,))
@@ -129,7 +127,7 @@ def group_squares(device: Device) -> tuple[np.ndarray, np.ndarray]:
     return out, (np.einsum("gnti,gnt->gni", z, y) ** 2).sum(axis=1)[..., None]
 
 
-def judged(device: Device) -> tuple[np.ndarray, np.ndarray]:
+def judged(device):
     """The last number of the last array is not finite."""
     arrays = [np.ones(size) for size in (5, 701)]
     arrays[1][-1] = np.inf
@@ -138,12 +136,12 @@ def judged(device: Device) -> tuple[np.ndarray, np.ndarray]:
     return flags, np.array([1, 0])
 
 
-def paired(device: Device) -> tuple[np.ndarray, np.ndarray]:
+def paired(device):
     found = multiply_pairs(device, [(MATRICES[0], MATRICES[1])]).sum(axis=1)
     return found, np.vdot(MATRICES[0], MATRICES[1])[None]
 
 
-def multiplied(device: Device) -> tuple[np.ndarray, np.ndarray]:
+def multiplied(device):
     """The second product begins after the tiles of the first one."""
     left, right = MATRICES.astype(np.float32)
     outs = [np.full((50, 50), np.nan, np.float32) for _ in range(2)]
@@ -151,15 +149,15 @@ def multiplied(device: Device) -> tuple[np.ndarray, np.ndarray]:
     return np.stack(outs), np.stack([MATRICES[0] @ MATRICES[1], MATRICES[1] @ MATRICES[0]])
 
 
-def replaced(old: str, new: str) -> Callable[[str], str]:
-    def change(code: str) -> str:
+def replaced(old, new):
+    def change(code):
         assert old in code
         return code.replace(old, new)
 
     return change
 
 
-def barrier(occurrence: int) -> Callable[[str], str]:
+def barrier(occurrence):
     """Without a barrier; the first two of each source are those of the prelude's ``block_sum``."""
     return without(re.escape(BARRIER), occurrence)
 
@@ -250,17 +248,17 @@ MISTAKES = {
 }
 
 
-def worst(name: str, change: Callable[[str], str], compute: Callable, order: str) -> float:
+def worst(name, change, compute, order):
     found, wanted = compute(Broken(name, change, order))
     error = np.abs(found - wanted).max() / np.abs(wanted).max()
     return np.inf if np.isnan(error) else float(error)
 
 
 @pytest.mark.parametrize("mistake", nightly_but([*MISTAKES][::6], MISTAKES))
-def test_mutated_small_kernel_gives_wrong_result(mistake: str) -> None:
+def test_mutated_small_kernel_gives_wrong_result(mistake):
     assert max(worst(*MISTAKES[mistake], order) for order in ORDERS) > 1e-3
 
 
 @pytest.mark.parametrize("compute", dict.fromkeys(row[2] for row in MISTAKES.values()))
-def test_unmutated_kernel_gives_correct_result(compute: Callable) -> None:
+def test_unmutated_kernel_gives_correct_result(compute):
     assert max(worst("moment", str, compute, order) for order in ORDERS) < 2e-6

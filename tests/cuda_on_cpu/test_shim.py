@@ -9,7 +9,7 @@ import pytest
 
 from kfac_engine.backend.channel_groups import Accumulation
 from kfac_engine.backend.cuda.gram import PatchMoments
-from kfac_engine.kernels.launch import Launch, source
+from kfac_engine.kernels.launch import source
 from tests.cuda_on_cpu.device import ShimDevice
 from tests.cuda_on_cpu.module import ORDERS, Module, compiler
 from tests.kernels.test_patch_moments import ALPHA, SCRATCH, UNTILED, truth
@@ -29,21 +29,19 @@ class Broken(ShimDevice):
         order: Of threads.
     """
 
-    def __init__(self, name: str, mistake: object, order: str) -> None:
+    def __init__(self, name, mistake, order):
         super().__init__(order)
         self._wanted, self._mistake = source(name), mistake
 
-    def function(
-        self, code: str, name: str, options: tuple[str, ...], shared_bytes: int = 0
-    ) -> Launch:
+    def function(self, code, name, options, shared_bytes=0):
         changed = self._mistake(code) if code == self._wanted else code
         return super().function(changed, name, options, shared_bytes)
 
 
-def without(pattern: str, occurrence: int):
+def without(pattern, occurrence):
     """Text without the n-th match of a pattern inside the kernel itself."""
 
-    def change(code: str) -> str:
+    def change(code):
         found = list(re.finditer(pattern, code))[occurrence]
         return code[: found.start()] + code[found.end() :]
 
@@ -67,7 +65,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("mistake", nightly_but([*MISTAKES][::4], MISTAKES))
-def test_mutated_kernel_gives_wrong_result(mistake: str) -> None:
+def test_mutated_kernel_gives_wrong_result(mistake):
     name, change = MISTAKES[mistake]
     case = UNTILED[0]
     # Behind the images lie others, so that reading too far shows.
@@ -92,7 +90,7 @@ FATAL = {
 
 
 @pytest.mark.parametrize("body", FATAL.values(), ids=FATAL)
-def test_divergent_barrier_aborts_program(body: str) -> None:
+def test_divergent_barrier_aborts_program(body):
     code = f'extern "C" __global__ void kernel(float* x) {{ {body}\n x[threadIdx.x] = 1; }}'
     program = (
         "import numpy as np\nfrom tests.cuda_on_cpu.module import Module\n"
@@ -103,7 +101,7 @@ def test_divergent_barrier_aborts_program(body: str) -> None:
     assert "cuda_on_cpu:" in done.stderr
 
 
-def test_shared_memory_is_uninitialized() -> None:
+def test_shared_memory_is_uninitialized():
     code = """
     extern "C" __global__ void kernel(float* x) {
       __shared__ float fixed[4];
@@ -115,7 +113,7 @@ def test_shared_memory_is_uninitialized() -> None:
     assert np.isnan(x).all()
 
 
-def test_float_atomics_do_not_compile() -> None:
+def test_float_atomics_do_not_compile():
     code = 'extern "C" __global__ void kernel(float* x) { atomicAdd(x, 1.0f); }'
     with pytest.raises(AssertionError, match="not deterministic"):
         Module(code)

@@ -13,35 +13,35 @@ MODEL, LOSS = models.mlp(), "categorical"
 
 
 @pytest.fixture(params=["numpy", "cupy"])
-def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+def backend(request, monkeypatch):
     if request.param == "cupy":
         cupy_standin.install(monkeypatch)
     return request.param
 
 
-def engine(backend: str, **schedule: object) -> ke.Engine:
+def engine(backend, **schedule):
     return ke.Engine.from_onnx(
         MODEL, loss=LOSS, backend=backend, damping=1e-2, schedule=ke.Schedule(**schedule)
     )
 
 
-def batch(seed: int) -> tuple[dict[str, np.ndarray], np.ndarray]:
+def batch(seed):
     inputs = models.random_inputs(MODEL, batch=6, seed=seed)
     return inputs, random_targets(MODEL, inputs, LOSS, seed)
 
 
-def host(arrays: dict) -> dict[str, np.ndarray]:
+def host(arrays):
     return {n: v if isinstance(v, np.ndarray) else v.get() for n, v in arrays.items()}
 
 
-def assert_equal(found: dict, wanted: dict) -> None:
+def assert_equal(found, wanted):
     for name, array in host(wanted).items():
         np.testing.assert_array_equal(host(found)[name], array, err_msg=name)
 
 
 @pytest.mark.parametrize("every", [1, 2])
 @pytest.mark.parametrize("policy", ["all_at_once", "round_robin"])
-def test_a_step_uses_the_inverses_of_the_call_before(backend: str, policy: str, every: int) -> None:
+def test_a_step_uses_the_inverses_of_the_call_before(backend, policy, every):
     overlapped = engine(backend, refresh_every=every, policy=policy, overlap=True)
     plain = engine(backend, refresh_every=every, policy=policy)
     for seed in range(4):
@@ -56,7 +56,7 @@ def test_a_step_uses_the_inverses_of_the_call_before(backend: str, policy: str, 
         assert_equal(found, before)
 
 
-def test_what_was_begun_is_saved_and_goes_on_where_it_was(backend: str, tmp_path) -> None:
+def test_what_was_begun_is_saved_and_goes_on_where_it_was(backend, tmp_path):
     schedule = {"refresh_every": 1, "overlap": True}
     first, second = engine(backend, **schedule), engine(backend, **schedule)
     for seed in range(2):
@@ -69,7 +69,7 @@ def test_what_was_begun_is_saved_and_goes_on_where_it_was(backend: str, tmp_path
 
 
 @pytest.mark.parametrize("change", ["update", "measure and commit"])
-def test_a_factor_settles_before_it_moves(backend: str, change: str) -> None:
+def test_a_factor_settles_before_it_moves(backend, change):
     one = engine(backend, refresh_every=1)
     one.observe(*batch(0))
     factor = one.estimator.factors[0]

@@ -1,7 +1,5 @@
 """Engines of several ranks with arrays of CuPy equal one process, on a stand-in and on a device."""
 
-from typing import Any
-
 import numpy as np
 import pytest
 
@@ -25,15 +23,13 @@ CASES = {
 
 
 @pytest.fixture(params=cupy_standin.KINDS)
-def cupy(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def cupy(request, monkeypatch):
     cupy_standin.begin(request.param, monkeypatch)
 
 
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
 @pytest.mark.parametrize("case", CASES)
-def test_steps_and_saved_states_equal_those_of_one_process(
-    cupy: None, case: str, distribution: str, tmp_path: Any
-) -> None:
+def test_steps_and_saved_states_equal_those_of_one_process(cupy, case, distribution, tmp_path):
     name, chosen = CASES[case]
     options, data = {**OPTIONS, **chosen}, list(batches(name, 3))
     model, path = models.MODELS[name](), tmp_path / "state.safetensors"
@@ -41,7 +37,7 @@ def test_steps_and_saved_states_equal_those_of_one_process(
     alone = ke.Engine.from_onnx(model, backend="numpy", **options)
     expected = [alone.step(*batch) for batch in data]
 
-    def work(communicator: Any) -> tuple[list[tuple[float, Arrays]], Arrays]:
+    def work(communicator):
         rows = rows_of(communicator, CUTS)
         shards = [({n: a[rows] for n, a in inputs.items()}, t[rows]) for inputs, t in data]
         ranks = {"communicator": communicator, "distribution": distribution, "backend": "cupy"}
@@ -67,7 +63,7 @@ def test_steps_and_saved_states_equal_those_of_one_process(
                 np.testing.assert_array_equal(natural[parameter], array)
 
 
-def assert_close(arrays: Arrays, expected: Arrays) -> None:
+def assert_close(arrays, expected):
     assert arrays.keys() == expected.keys()
     for name, array in expected.items():
         close = TOLERANCE * np.abs(array).max()

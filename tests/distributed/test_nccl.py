@@ -2,7 +2,6 @@
 
 import inspect
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from threading import local
@@ -35,10 +34,10 @@ class Devices:
     size: int
     real: bool
 
-    def each(self, work: Callable[[OverNCCL], Any]) -> list[Any]:
+    def each(self, work):
         """Results of a function of the communicator, by rank."""
 
-        def on_device(host: Any) -> Any:
+        def on_device(host):
             if self.real:
                 self.xp.cuda.Device(host.rank).use()
             return work(OverNCCL(host))
@@ -47,7 +46,7 @@ class Devices:
 
 
 @pytest.fixture(params=cupy_standin.KINDS)
-def devices(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Devices:
+def devices(request, monkeypatch):
     cupy_standin.begin(request.param, monkeypatch)
     try:
         device.load_nccl()
@@ -58,7 +57,7 @@ def devices(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.fixture
-def standin(monkeypatch: pytest.MonkeyPatch) -> Any:
+def standin(monkeypatch):
     """The stand-in for CuPy."""
     cupy_standin.install(monkeypatch)
     return device._cupy()
@@ -71,15 +70,13 @@ COUNTS = {
 }
 
 
-def buffer_of(rank: int, length: int, dtype: str) -> np.ndarray:
+def buffer_of(rank, length, dtype):
     return np.random.default_rng(rank).standard_normal(length).astype(dtype)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("counts", COUNTS)
-def test_collectives_of_devices_do_what_the_protocol_says(
-    devices: Devices, counts: str, dtype: str
-) -> None:
+def test_collectives_of_devices_do_what_the_protocol_says(devices, counts, dtype):
     parts = COUNTS[counts](devices.size)
     length, edges = sum(parts), np.cumsum([0, *parts])
     calls = {
@@ -89,7 +86,7 @@ def test_collectives_of_devices_do_what_the_protocol_says(
         "broadcast": lambda ranks, buffer: ranks.broadcast(buffer, ranks.size - 1),
     }
 
-    def work(ranks: OverNCCL) -> dict[str, np.ndarray]:
+    def work(ranks):
         own, results = buffer_of(ranks.rank, length, dtype), {}
         for name, call in calls.items():
             around = devices.xp.asarray(np.pad(own, 2, constant_values=77))
@@ -114,8 +111,8 @@ def test_collectives_of_devices_do_what_the_protocol_says(
         np.testing.assert_array_equal(results["broadcast"], owned[-1])
 
 
-def test_buffers_of_the_host_are_sent_by_the_other_communicator(devices: Devices) -> None:
-    def work(ranks: OverNCCL) -> list[Any]:
+def test_buffers_of_the_host_are_sent_by_the_other_communicator(devices):
+    def work(ranks):
         ranks._host.log.clear()
         buffer, counts = np.arange(3.0 * ranks.size), [3] * ranks.size
         ranks.allreduce(buffer)
@@ -129,13 +126,13 @@ def test_buffers_of_the_host_are_sent_by_the_other_communicator(devices: Devices
     assert devices.each(work) == [names] * devices.size
 
 
-def engine_of(ranks: Any, backend: str, **options: Any) -> ke.Engine:
+def engine_of(ranks, backend, **options):
     options |= {"damping": 0.1, "schedule": ke.Schedule(refresh_every=2), "backend": backend}
     return ke.Engine.from_onnx(models.mlp(), loss="categorical", communicator=ranks, **options)
 
 
 @pytest.mark.parametrize("distribution", ["replicate", "shard"])
-def test_engines_of_several_devices_equal_one_process(devices: Devices, distribution: str) -> None:
+def test_engines_of_several_devices_equal_one_process(devices, distribution):
     if not devices.real and compiler() is None:
         pytest.skip("needs g++ to run kernels on the CPU")
     inputs = [models.random_inputs(models.mlp(), batch=12, seed=seed) for seed in range(3)]
@@ -143,7 +140,7 @@ def test_engines_of_several_devices_equal_one_process(devices: Devices, distribu
     alone = engine_of(None, "numpy")
     expected = [alone.step(*batch) for batch in batches]
 
-    def work(ranks: OverNCCL) -> list[tuple[float, dict[str, np.ndarray]]]:
+    def work(ranks):
         engine = engine_of(ranks, "cupy", distribution=distribution)
         rows = np.array_split(np.arange(12), 2 * ranks.size - 1)[2 * ranks.rank :][:2]
         chosen = np.concatenate(rows)
@@ -180,12 +177,10 @@ def test_engines_of_several_devices_equal_one_process(devices: Devices, distribu
     ],
     ids=["equal parts", "uneven parts", "one part"],
 )
-def test_parts_of_different_sizes_are_sent_in_groups(
-    standin: Any, monkeypatch: pytest.MonkeyPatch, counts: list[int], expected: list[list[str]]
-) -> None:
+def test_parts_of_different_sizes_are_sent_in_groups(standin, monkeypatch, counts, expected):
     monkeypatch.setattr(nccl, "_LARGEST_GROUP", 2)
 
-    def work(host: Any) -> None:
+    def work(host):
         ranks, buffer = OverNCCL(host), standin.asarray(np.ones(sum(counts), np.float32))
         ranks.allreduce(buffer)
         ranks.reduce_scatter(buffer, counts)
@@ -197,7 +192,7 @@ def test_parts_of_different_sizes_are_sent_in_groups(
         assert [names for caller, names in standin_nccl.CALLS if caller == rank] == expected
 
 
-def test_operations_are_put_on_the_current_stream(standin: Any) -> None:
+def test_operations_are_put_on_the_current_stream(standin):
     ranks = OverNCCL(Alone())
     with standin.cuda.Stream(non_blocking=True):  # the stand-in for NCCL compares
         buffer = standin.asarray(np.arange(3.0))
@@ -227,7 +222,7 @@ def test_operations_are_put_on_the_current_stream(standin: Any) -> None:
         "abort",
     ],
 )
-def test_stand_in_has_the_parameters_of_cupy(name: str) -> None:
+def test_stand_in_has_the_parameters_of_cupy(name):
     """Needs CuPy and NCCL, and no device."""
     library = pytest.importorskip("cupy.cuda.nccl")
     if not library.available:
@@ -245,32 +240,32 @@ def test_stand_in_has_the_parameters_of_cupy(name: str) -> None:
 # -- errors ---------------------------------------------------------------------------------------
 
 
-def refused(host: Any, kind: type[ke.KfacError]) -> str:
+def refused(host, kind):
     with pytest.raises(kind) as error:
         OverNCCL(host)
     return str(error.value)
 
 
 def test_a_rank_without_nccl_is_an_error_of_all_ranks_before_any_of_them_connects(
-    standin: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    standin, monkeypatch
+):
     here = local()
 
-    def load() -> Any:
+    def load():
         if here.rank == 1:
             raise ke.BackendError("there is no GPU.")
         return device.load_nccl()
 
     monkeypatch.setattr(nccl, "load_nccl", load)
 
-    def work(host: Any) -> str:
+    def work(host):
         here.rank = host.rank
         return refused(host, ke.BackendError)
 
     assert set(run(3, work)) == {"rank 1 of 3 refused: there is no GPU."}
 
 
-def test_a_connection_that_nccl_refuses_is_an_error_of_all_ranks(standin: Any) -> None:
+def test_a_connection_that_nccl_refuses_is_an_error_of_all_ranks(standin):
     standin_nccl.REFUSED.add(2)
     (message,) = set(run(3, lambda host: refused(host, ke.RankError)))
     assert message.startswith("rank 2 of 3 refused: NCCL failed on rank 2 (NCCL_ERROR")
@@ -278,9 +273,7 @@ def test_a_connection_that_nccl_refuses_is_an_error_of_all_ranks(standin: Any) -
 
 
 @pytest.mark.parametrize("call", ["allreduce", "reduce_scatter", "allgather", "broadcast"])
-def test_an_error_on_the_device_is_raised_by_the_next_call_which_aborts(
-    standin: Any, call: str
-) -> None:
+def test_an_error_on_the_device_is_raised_by_the_next_call_which_aborts(standin, call):
     ranks, buffer = OverNCCL(Alone()), standin.asarray(np.zeros(3))
     arguments = {"allreduce": (), "broadcast": (0,)}.get(call, ([3],))
     getattr(ranks, call)(buffer, *arguments)
@@ -293,13 +286,11 @@ def test_an_error_on_the_device_is_raised_by_the_next_call_which_aborts(
     assert not standin_nccl.CALLS
 
 
-def test_a_group_ends_when_an_operation_fails(
-    standin: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def work(host: Any) -> int:
+def test_a_group_ends_when_an_operation_fails(standin, monkeypatch):
+    def work(host):
         ranks, buffer = OverNCCL(host), standin.asarray(np.zeros(3))
 
-        def fail(*_: Any) -> None:
+        def fail(*_):
             raise standin_nccl.NcclError(standin_nccl.INVALID_USAGE)
 
         ranks._comm.reduce = fail
@@ -311,21 +302,21 @@ def test_a_group_ends_when_an_operation_fails(
     assert run(2, work) == [0, 0]
 
 
-def test_a_missing_library_is_named(standin: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_library_is_named(standin, monkeypatch):
     monkeypatch.setattr(device.load_nccl(), "available", False)
     with pytest.raises(ke.BackendError, match="nvidia-nccl-cu13"):
         OverNCCL(Alone())
 
 
-def test_one_rank_needs_no_nccl_and_other_objects_are_refused() -> None:
+def test_one_rank_needs_no_nccl_and_other_objects_are_refused():
     alone = Alone()
     assert ke.over_nccl(alone) is alone
     with pytest.raises(ke.InputError, match="over_nccl takes a communicator"):
         ke.over_nccl(object())
 
 
-def test_over_nccl_knows_the_ranks_of_a_node(standin: Any) -> None:
-    def work(host: Any) -> tuple[int, int, int]:
+def test_over_nccl_knows_the_ranks_of_a_node(standin):
+    def work(host):
         host.local_size = 2
         ranks = ke.over_nccl(host)
         assert isinstance(ranks, ke.Communicator)

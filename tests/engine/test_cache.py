@@ -9,7 +9,7 @@ from tests import models
 ROUNDING = 1e-6
 
 
-def attention(cache: bool):
+def attention(cache):
     net = models.Net()
     own = net.op("MatMul", "input", net.weight("w", 5, 4), to="own")
     keys = net.op("Concat", "past", own, to="keys", axis=1) if cache else own

@@ -63,7 +63,7 @@ def products(backward):
 
 
 @pytest.mark.parametrize(("choice", "lowest", "weights"), CHOICES.values(), ids=CHOICES)
-def test_backward_graph_ends_at_lowest_trained_layer(choice, lowest, weights) -> None:
+def test_backward_graph_ends_at_lowest_trained_layer(choice, lowest, weights):
     engine = engine_of(chain(), **choice)
     engine.gradients(*data(chain()))
     # Gradients of parameters, and of pre-activations for statistics. Both pass each layer above the
@@ -79,7 +79,7 @@ def test_backward_graph_ends_at_lowest_trained_layer(choice, lowest, weights) ->
 
 
 @pytest.mark.parametrize("choice", [choice for choice, *_ in CHOICES.values()], ids=CHOICES)
-def test_gradients_and_state_are_those_of_trained_parameters(choice, tmp_path) -> None:
+def test_gradients_and_state_are_those_of_trained_parameters(choice, tmp_path):
     model = chain()
     whole, part = engine_of(model), engine_of(model, **choice)
     expected, found = (engine.gradients(*data(model)).gradients for engine in (whole, part))
@@ -107,7 +107,7 @@ def test_gradients_and_state_are_those_of_trained_parameters(choice, tmp_path) -
         np.testing.assert_array_equal(exported[name], array)
 
 
-def test_resumed_run_equals_one_run_though_frozen_values_are_not_saved(tmp_path) -> None:
+def test_resumed_run_equals_one_run_though_frozen_values_are_not_saved(tmp_path):
     model = chain()
 
     def run(epochs, **options):
@@ -127,7 +127,7 @@ def test_resumed_run_equals_one_run_though_frozen_values_are_not_saved(tmp_path)
         np.testing.assert_array_equal(resumed.engine.parameters[name], array)
 
 
-def test_frozen_layers_add_only_their_weights_to_memory() -> None:
+def test_frozen_layers_add_only_their_weights_to_memory():
     def announced(depth, **choice):
         return engine_of(chain(depth), **choice).memory(1000)
 
@@ -144,7 +144,7 @@ def test_frozen_layers_add_only_their_weights_to_memory() -> None:
     assert whole.gradients > 5 * deep.gradients
 
 
-def test_adapters_need_no_gradient_of_wide_matrices() -> None:
+def test_adapters_need_no_gradient_of_wide_matrices():
     model = adapted()
     engine = engine_of(model, trainable="lora*")
     gradients = engine.gradients(*data(model)).gradients

@@ -1,11 +1,7 @@
 """A classifier of sequences goes through the whole engine: gradients, layers, training."""
 
-from collections.abc import Mapping
-
 import numpy as np
 import pytest
-from numpy.typing import NDArray
-from onnx import ModelProto
 
 import kfac_engine as ke
 from tests.autodiff.recurrences import GATES, recurrence
@@ -18,7 +14,7 @@ CLOSE = 1e-5
 STEP = 1e-5
 
 
-def weights(op: str) -> dict[str, NDArray]:
+def weights(op):
     rng = np.random.default_rng([7, *op.encode()])
     rows = GATES[op] * HIDDEN
     sides = {
@@ -31,7 +27,7 @@ def weights(op: str) -> dict[str, NDArray]:
     return {name: (rng.normal(size=s) / 2).astype(np.float32) for name, s in sides.items()}
 
 
-def classifier(op: str) -> ModelProto:
+def classifier(op):
     """The last state of a recurrence, and a dense layer on it."""
     return parsed(
         f"""classifier (float[{STEPS},n,{D_IN}] x) => (float[n,{CLASSES}] logits) {{
@@ -42,14 +38,14 @@ def classifier(op: str) -> ModelProto:
     )
 
 
-def cross_entropy(op: str, x: NDArray, t: NDArray, values: Mapping[str, NDArray]) -> float:
+def cross_entropy(op, x, t, values):
     feeds = {"X": x, **{name: values[name] for name in ("W", "R", "B")}}
     logits = recurrence(op, feeds, {})[1][0] @ values["V"] + values["c"]
     log_p = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
     return float(-log_p[np.arange(len(t)), t].mean())
 
 
-def batch() -> tuple[NDArray, NDArray]:
+def batch():
     """Sequences, and whether their first feature rises, falls or does neither."""
     rng = np.random.default_rng(3)
     t = np.arange(EXAMPLES) % CLASSES
@@ -59,7 +55,7 @@ def batch() -> tuple[NDArray, NDArray]:
 
 
 @pytest.mark.parametrize("op", GATES)
-def test_loss_and_gradients_are_those_of_the_formula(op: str) -> None:
+def test_loss_and_gradients_are_those_of_the_formula(op):
     x, t = batch()
     result = ke.Engine.from_onnx(classifier(op), loss="categorical").gradients({"x": x}, t)
     values = {name: array.astype(float) for name, array in weights(op).items()}
@@ -75,7 +71,7 @@ def test_loss_and_gradients_are_those_of_the_formula(op: str) -> None:
 
 
 @pytest.mark.parametrize("op", GATES)
-def test_both_matrices_of_a_step_are_layers_used_once_a_step(op: str) -> None:
+def test_both_matrices_of_a_step_are_layers_used_once_a_step(op):
     engine = ke.Engine.from_onnx(classifier(op), loss="categorical")
     used = {
         layer.parameters[0]: len(layer.inputs)

@@ -1,11 +1,9 @@
 """Kronecker blocks of exported layers, against rows that hooks of torch caught."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 
 import kfac_engine as ke
@@ -28,7 +26,7 @@ CASES = (
 )
 
 
-def _rows(layer: nn.Module, x: Tensor) -> Tensor:
+def _rows(layer, x):
     """The layer's input as rows with a one at the end, ``(n, t, d_in + 1)``."""
     if isinstance(layer, nn.Conv2d):
         patches = F.unfold(x, layer.kernel_size, padding=layer.padding, stride=layer.stride)
@@ -40,9 +38,9 @@ def _rows(layer: nn.Module, x: Tensor) -> Tensor:
     return torch.cat([rows, torch.ones(*rows.shape[:2], 1, dtype=rows.dtype)], -1)
 
 
-def _expected(module: nn.Sequential, x: Tensor, targets: Tensor) -> np.ndarray:
+def _expected(module, x, targets):
     """``t · A ⊗ G`` of the first layer, from the gradients at the targets given."""
-    caught: list[Tensor] = []
+    caught = []
     module = module.double()
     module[0].register_forward_hook(lambda _, __, out: caught.append(out))
     output = module(x.double())
@@ -60,7 +58,7 @@ def _expected(module: nn.Sequential, x: Tensor, targets: Tensor) -> np.ndarray:
 @pytest.mark.quick
 @pytest.mark.parametrize("exporter", EXPORTERS)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_block_equals_factors_of_torch_hooks(case: Case, exporter: str, tmp_path: Path) -> None:
+def test_block_equals_factors_of_torch_hooks(case, exporter, tmp_path):
     torch.manual_seed(0)
     module = case.module()
     distinct_parameters(module)
@@ -81,7 +79,7 @@ def test_block_equals_factors_of_torch_hooks(case: Case, exporter: str, tmp_path
 @pytest.mark.quick
 @pytest.mark.parametrize("exporter", EXPORTERS)
 @pytest.mark.parametrize("case", RECURRENT, ids=lambda case: case.name)
-def test_recurrent_weights_form_layers(case: Case, exporter: str, tmp_path: Path) -> None:
+def test_recurrent_weights_form_layers(case, exporter, tmp_path):
     """The gates of a file have another order, and are parts of a weight for any batch size."""
     torch.manual_seed(0)
     module = case.module()

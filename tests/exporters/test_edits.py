@@ -1,7 +1,5 @@
 """Edited files of PyTorch's exporters compute what the edited modules compute."""
 
-from pathlib import Path
-
 import numpy as np
 import onnx
 import onnxruntime as ort
@@ -20,37 +18,37 @@ EXPORTERS = ("legacy", "dynamo", "dynamo folded")
 class Adapted(nn.Module):
     """A dense layer with a low-rank update."""
 
-    def __init__(self, base: nn.Linear, rank: int = 2) -> None:
+    def __init__(self, base, rank=2):
         super().__init__()
         self.base = base
         self.lora_A = nn.Linear(base.in_features, rank, bias=False)
         self.lora_B = nn.Linear(rank, base.out_features, bias=False)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return self.base(x) + 0.5 * self.lora_B(self.lora_A(x))
 
 
 class Tokens(nn.Module):
     """Dense layers of tokens, and a head of their mean."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.embed, self.first = nn.Embedding(11, 6), nn.Linear(6, 8)
         self.head = nn.Linear(8, 5)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return self.head(nn.functional.gelu(self.first(self.embed(x))).mean(1)).softmax(-1)
 
 
 class Images(nn.Module):
     """Filters with a normalization, and filters as a head."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.first, self.norm = nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8)
         self.head = nn.Conv2d(8, 5, 1)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return self.head(torch.relu(self.norm(self.first(x)))).mean((2, 3))
 
 
@@ -60,7 +58,7 @@ MODULES = {
 }
 
 
-def export(module: nn.Module, x: torch.Tensor, exporter: str, path: Path) -> onnx.ModelProto:
+def export(module, x, exporter, path):
     names = {"input_names": ["x"], "output_names": ["y"]}
     if exporter == "legacy":
         torch.onnx.export(
@@ -74,11 +72,11 @@ def export(module: nn.Module, x: torch.Tensor, exporter: str, path: Path) -> onn
     return onnx.load(path)
 
 
-def run(model: onnx.ModelProto, x: torch.Tensor) -> np.ndarray:
+def run(model, x):
     return ort.InferenceSession(model.SerializeToString()).run(None, {"x": x.numpy()})[0]
 
 
-def weights(model: onnx.ModelProto) -> dict[str, np.ndarray]:
+def weights(model):
     return {entry.name: numpy_helper.to_array(entry) for entry in model.graph.initializer}
 
 

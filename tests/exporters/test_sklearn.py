@@ -3,11 +3,9 @@
 from collections.abc import Callable
 
 import numpy as np
-import onnx
 import pytest
 from numpy.typing import NDArray
 from skl2onnx import to_onnx
-from sklearn.base import BaseEstimator
 from sklearn.decomposition import PCA
 from sklearn.ensemble import RandomForestClassifier
 from sklearn.linear_model import LinearRegression, LogisticRegression
@@ -52,7 +50,7 @@ LINEAR = {
 WITHOUT_WEIGHTS = {"forest": (RandomForestClassifier(3, random_state=0), 3)}
 
 
-def fitted(model: BaseEstimator, classes: int) -> tuple[onnx.ModelProto, Array, Array]:
+def fitted(model, classes):
     """The exported model, inputs and targets."""
     rng = np.random.default_rng(0)
     inputs = rng.normal(size=(60, 5)).astype(np.float32)
@@ -62,16 +60,16 @@ def fitted(model: BaseEstimator, classes: int) -> tuple[onnx.ModelProto, Array, 
     return to_onnx(model, inputs[:1], options=options), inputs, targets
 
 
-def _last(model: BaseEstimator) -> BaseEstimator:
+def _last(model):
     return model[-1] if hasattr(model, "steps") else model
 
 
-def _network_output(exported: onnx.ModelProto) -> str:
+def _network_output(exported):
     """What the last layer gives, before probabilities are made of it."""
     return [node.output[0] for node in exported.graph.node if node.op_type == "Add"][-1]
 
 
-def _truth(network: BaseEstimator, inputs: Array, targets: Array, loss: str) -> list[Array]:
+def _truth(network, inputs, targets, loss):
     """Gradients of the mean loss: weights of every layer, then biases of every layer."""
     value, slope = ACTIVATIONS[network.activation]
     rows = [inputs]
@@ -88,7 +86,7 @@ def _truth(network: BaseEstimator, inputs: Array, targets: Array, loss: str) -> 
     return weights + biases
 
 
-def _output_gradient(out: Array, targets: Array, loss: str) -> Array:
+def _output_gradient(out, targets, loss):
     if loss == "categorical":
         p = np.exp(out - out.max(1, keepdims=True))
         return p / p.sum(1, keepdims=True) - np.eye(out.shape[1])[targets]
@@ -99,9 +97,7 @@ def _output_gradient(out: Array, targets: Array, loss: str) -> Array:
 
 @pytest.mark.quick
 @pytest.mark.parametrize("name", TRAINED)
-def test_gradients_of_networks_equal_closed_form(
-    name: str, record_property: Callable[[str, object], None]
-) -> None:
+def test_gradients_of_networks_equal_closed_form(name, record_property):
     model, classes, loss = TRAINED[name]
     exported, inputs, targets = fitted(model, classes)
     _record(record_property, name)
@@ -131,9 +127,7 @@ def test_gradients_of_networks_equal_closed_form(
 
 @pytest.mark.quick
 @pytest.mark.parametrize("name", LINEAR)
-def test_gradients_of_linear_models_equal_closed_form(
-    name: str, record_property: Callable[[str, object], None]
-) -> None:
+def test_gradients_of_linear_models_equal_closed_form(name, record_property):
     model, classes, loss = LINEAR[name]
     exported, inputs, fitted_to = fitted(model, classes)
     _record(record_property, name)
@@ -156,9 +150,7 @@ def test_gradients_of_linear_models_equal_closed_form(
 
 @pytest.mark.quick
 @pytest.mark.parametrize("name", WITHOUT_WEIGHTS)
-def test_models_without_layer_weights_raise_error(
-    name: str, record_property: Callable[[str, object], None]
-) -> None:
+def test_models_without_layer_weights_raise_error(name, record_property):
     exported, _, _ = fitted(*WITHOUT_WEIGHTS[name])
     _record(record_property, name)
     with pytest.raises(ke.ModelError, match="no trainable parameter") as refused:
@@ -167,6 +159,6 @@ def test_models_without_layer_weights_raise_error(
     record_property("reason", " ".join(str(refused.value).split()))
 
 
-def _record(record_property: Callable[[str, object], None], name: str) -> None:
+def _record(record_property, name):
     for key, value in (("family", "scikit-learn"), ("exporter", "skl2onnx"), ("case", name)):
         record_property(key, value)

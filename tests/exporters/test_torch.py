@@ -1,13 +1,9 @@
 """Every model of the corpus through both exporters of torch, against torch's own autograd."""
 
-from collections.abc import Callable
-from pathlib import Path
-
 import pytest
 import torch
 
 import kfac_engine as ke
-from tests.exporters.case import Case
 from tests.exporters.check import checked
 from tests.exporters.corpus import FAMILIES
 from tests.exporters.exporting import distinct_parameters, export
@@ -28,12 +24,8 @@ EXPORTED = [
 
 @pytest.mark.parametrize(("family", "case", "exporter"), EXPORTED)
 def test_gradients_equal_autograd_and_parameters_have_blocks(
-    family: str,
-    case: Case,
-    exporter: str,
-    tmp_path: Path,
-    record_property: Callable[[str, object], None],
-) -> None:
+    family, case, exporter, tmp_path, record_property
+):
     torch.manual_seed(0)
     module = case.module().train(case.training)
     distinct_parameters(module)

@@ -2,7 +2,6 @@
 
 import contextlib
 import copy
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -385,7 +384,7 @@ def test_overflow_of_scaled_gradients_skips_the_step():
 
 
 @pytest.mark.quick
-def test_unused_parameters_are_refused_by_name(tmp_path: Path):
+def test_unused_parameters_are_refused_by_name(tmp_path):
     module, batch, _ = create("mlp")
     module.register_parameter("unused", nn.Parameter(torch.ones(2)))
     with pytest.raises(ke.InputError, match="no parameter for 'unused'"):

@@ -7,7 +7,7 @@ from tests.training.test_torch_optimizers import STORED, difference, tolerance, 
 
 
 @pytest.mark.parametrize("name", torch_optimizers.MAKERS)
-def test_an_optimizer_has_the_numbers_of_this_version_of_pytorch(name: str) -> None:
+def test_an_optimizer_has_the_numbers_of_this_version_of_pytorch(name):
     given = {key: STORED[key] for key in ("weights", "inputs", "targets")}
     live = torch_optimizers.trained(name, given)
     assert difference(trained(name, given), live) < tolerance(name)

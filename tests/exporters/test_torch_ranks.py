@@ -4,7 +4,6 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,7 +11,7 @@ import torch.multiprocessing
 
 import kfac_engine as ke
 from tests.exporters import torch_ranks
-from tests.exporters.torch_ranks import COUNTS, DTYPES, PAGE, SIZE, Results, batches, engine_of
+from tests.exporters.torch_ranks import COUNTS, DTYPES, PAGE, SIZE, batches, engine_of
 from tests.pages import blocks
 
 # Relative to the largest entry, in float64.
@@ -24,7 +23,7 @@ LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {}
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Results]:
+def ranks(tmp_path_factory):
     """The results of three processes."""
     folder = tmp_path_factory.mktemp("ranks")
     with pytest.MonkeyPatch.context() as patch:
@@ -34,16 +33,14 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Results]:
     return [dict(np.load(folder / f"{rank}.npz")) for rank in range(SIZE)]
 
 
-def assert_close(array: np.ndarray, expected: np.ndarray) -> None:
+def assert_close(array, expected):
     scale = np.abs(expected).max()
     np.testing.assert_allclose(array / scale, expected / scale, rtol=0, atol=TOLERANCE)
 
 
 @pytest.mark.quick
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_collectives_of_the_page_do_what_the_protocol_says(
-    ranks: list[Results], dtype: str
-) -> None:
+def test_collectives_of_the_page_do_what_the_protocol_says(ranks, dtype):
     edges = np.cumsum([0, *COUNTS])
     owned = [torch_ranks.numbers_of(rank, dtype) for rank in range(SIZE)]
     parts = [slice(*edges[rank : rank + 2]) for rank in range(SIZE)]
@@ -63,9 +60,7 @@ def test_collectives_of_the_page_do_what_the_protocol_says(
 
 @pytest.mark.quick
 @pytest.mark.parametrize("distribution", torch_ranks.DISTRIBUTIONS)
-def test_steps_equal_those_of_one_process_with_the_same_bits_on_all_ranks(
-    ranks: list[Results], distribution: str
-) -> None:
+def test_steps_equal_those_of_one_process_with_the_same_bits_on_all_ranks(ranks, distribution):
     alone = engine_of(None)
     for step, batch in enumerate(batches()):
         expected, prefix = alone.step(*batch), f"{distribution} {step}"
@@ -80,9 +75,7 @@ def test_steps_equal_those_of_one_process_with_the_same_bits_on_all_ranks(
 
 
 @pytest.mark.quick
-def test_an_error_of_one_rank_is_the_error_of_all_and_changes_no_state(
-    ranks: list[Results],
-) -> None:
+def test_an_error_of_one_rank_is_the_error_of_all_and_changes_no_state(ranks):
     first, _, third, _ = batches()
     alone = engine_of(None)
     alone.step(*first)
@@ -97,7 +90,7 @@ def test_an_error_of_one_rank_is_the_error_of_all_and_changes_no_state(
 
 @pytest.mark.quick
 @pytest.mark.parametrize("fails", [False, True], ids=["whole", "one rank fails"])
-def test_program_of_the_page_runs_under_torchrun(tmp_path: Path, fails: bool) -> None:
+def test_program_of_the_page_runs_under_torchrun(tmp_path, fails):
     code = torch_ranks.code_of("class OverTorch") + torch_ranks.code_of("init_process_group")
     if fails:
         code = code.replace("    result =", "    assert ranks.rank != 1\n    result =")

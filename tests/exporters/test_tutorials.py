@@ -13,9 +13,9 @@ TUTORIALS = Path(__file__).resolve().parents[2] / "docs/tutorials"
 TOLERANCE = 1.5
 
 
-def execute(page: Path, folder: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, object]:
+def execute(page, folder, capsys):
     """Execute a page, compare what it prints with what it shows; returns its names."""
-    names: dict[str, object] = {}
+    names = {}
     printed = ""
     with contextlib.chdir(folder):
         for language, code in blocks(page, "python", "text"):
@@ -27,7 +27,7 @@ def execute(page: Path, folder: Path, capsys: pytest.CaptureFixture[str]) -> dic
     return names
 
 
-def assert_shown(printed: str, shown: str) -> None:
+def assert_shown(printed, shown):
     """The texts are equal up to the tolerance of numbers with a decimal point at their end."""
     number = re.compile(r"\d+\.\d+$", re.M)
     assert number.sub("#", printed) == number.sub("#", shown)
@@ -37,9 +37,7 @@ def assert_shown(printed: str, shown: str) -> None:
 
 
 @pytest.mark.quick
-def test_pytorch_tutorial_prints_its_numbers_and_kfac_is_ahead_of_adam(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_pytorch_tutorial_prints_its_numbers_and_kfac_is_ahead_of_adam(tmp_path, capsys):
     names = execute(TUTORIALS / "pytorch.md", tmp_path, capsys)
     final = {name: losses[-1] for name, (_, losses) in names["curves"].items()}
     assert final.pop("K-FAC") < min(final.values()) - 0.3

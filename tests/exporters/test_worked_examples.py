@@ -16,9 +16,9 @@ from kfac_engine.__main__ import main
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 
 
-def run(page: str, title: str, folder: Path) -> dict[str, object]:
+def run(page, title, folder):
     """Run the examples of a section of a page, or of the whole page; returns their names."""
-    names: dict[str, object] = {}
+    names = {}
     with contextlib.chdir(folder):
         for language, code in _blocks(page, title):
             if language == "python":
@@ -29,7 +29,7 @@ def run(page: str, title: str, folder: Path) -> dict[str, object]:
     return names
 
 
-def _blocks(page: str, title: str) -> list[tuple[str, str]]:
+def _blocks(page, title):
     text = (DOCS / page).read_text(encoding="utf-8")
     if title:
         (text,) = re.findall(rf"^## {re.escape(title)}\n(.*?)(?=^## |\Z)", text, re.M | re.S)
@@ -37,7 +37,7 @@ def _blocks(page: str, title: str) -> list[tuple[str, str]]:
 
 
 @pytest.mark.quick
-def test_pytorch_example_trains_module(tmp_path: Path) -> None:
+def test_pytorch_example_trains_module(tmp_path):
     names = run("pytorch.md", "", tmp_path)
     losses, module = names["losses"], names["module"]
     assert len(names["matches"].layouts) == len(list(module.parameters())) == 4
@@ -47,9 +47,7 @@ def test_pytorch_example_trains_module(tmp_path: Path) -> None:
 
 
 @pytest.mark.quick
-def test_command_line_equals_library_for_exported_module(
-    tmp_path: Path,
-) -> None:
+def test_command_line_equals_library_for_exported_module(tmp_path):
     names = run("pytorch.md", "", tmp_path)
     written = load_file(tmp_path / "step.safetensors")
     engine = ke.Engine.from_onnx(tmp_path / "module.onnx", loss="categorical")
@@ -59,7 +57,7 @@ def test_command_line_equals_library_for_exported_module(
 
 
 @pytest.mark.quick
-def test_scikit_learn_example_trains_estimator(tmp_path: Path) -> None:
+def test_scikit_learn_example_trains_estimator(tmp_path):
     names = run("exporters.md", "scikit-learn", tmp_path)
     losses, model, batch = names["losses"], names["model"], names["batch"]
     assert len(names["matches"].layouts) == 4

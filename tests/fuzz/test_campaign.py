@@ -14,7 +14,7 @@ SEED, EACH = 7, 60
 
 @pytest.mark.skipif(sys.platform == "win32", reason="limits the memory of a process")
 def test_attacks_end_in_result_or_kfac_error():
-    outcomes: Counter[tuple[str, str]] = Counter()
+    outcomes = Counter()
     for kind, seed, found in campaign(SEED, seconds=600):
         assert found in FINE, f"{kind}, seed {seed}: {found}"
         outcomes[kind, found] += 1

@@ -2,7 +2,7 @@
 
 import os
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +23,7 @@ NAMED = BYTES + onnx.ModelProto(graph=onnx.GraphProto(name="a name")).SerializeT
 Make = Callable[[Path], object]
 
 
-def check(source: object, error: type[KfacError], words: Sequence[str]) -> None:
+def check(source, error, words):
     with pytest.raises(error) as caught:
         load_graph(source)
     message = str(caught.value)
@@ -35,8 +35,8 @@ def check(source: object, error: type[KfacError], words: Sequence[str]) -> None:
 # -- not a model at all ---------------------------------------------------------------------------
 
 
-def written(name: str, data: bytes) -> Make:
-    def make(folder: Path) -> Path:
+def written(name, data):
+    def make(folder):
         path = folder / name
         path.write_bytes(data)
         return path
@@ -44,13 +44,13 @@ def written(name: str, data: bytes) -> Make:
     return make
 
 
-def saved_arrays(folder: Path) -> Path:
+def saved_arrays(folder):
     path = folder / "batch.npz"
     np.savez(path, x=np.zeros(3))
     return path
 
 
-def a_pipe(folder: Path) -> Path:
+def a_pipe(folder):
     if not hasattr(os, "mkfifo"):
         pytest.skip("this system has no pipes in folders")
     path = folder / "pipe.onnx"
@@ -79,50 +79,48 @@ NO_MODELS: dict[str, tuple[Make, tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize(("make", "words"), NO_MODELS.values(), ids=NO_MODELS)
-def test_invalid_model_error_names_problem(
-    make: Make, words: Sequence[str], tmp_path: Path
-) -> None:
+def test_invalid_model_error_names_problem(make, words, tmp_path):
     source = make(tmp_path)
     if isinstance(source, onnx.ModelProto):
         source = source.SerializeToString()
     check(source, ModelError, words)
 
 
-def test_model_source_of_other_type_raises_error() -> None:
+def test_model_source_of_other_type_raises_error():
     check(3.5, InputError, ("path, bytes or an onnx.ModelProto", "float"))
 
 
 # -- broken graphs --------------------------------------------------------------------------------
 
 
-def changed(change: Callable[[onnx.ModelProto], object]) -> onnx.ModelProto:
+def changed(change):
     model = onnx.ModelProto()
     model.CopyFrom(MLP)
     change(model)
     return model
 
 
-def graph_of(text: str) -> onnx.ModelProto:
+def graph_of(text):
     return parser.parse_model(f'<ir_version: 8, opset_import: ["": 18]> m {text}')
 
 
-def set_opset(version: int) -> Callable[[onnx.ModelProto], None]:
-    def change(model: onnx.ModelProto) -> None:
+def set_opset(version):
+    def change(model):
         model.opset_import[0].version = version
 
     return change
 
 
-def sequence_input(model: onnx.ModelProto) -> None:
+def sequence_input(model):
     model.graph.input.append(
         helper.make_tensor_sequence_value_info("parts", TensorProto.FLOAT, None)
     )
 
 
-def first_weight(**fields: object) -> Callable[[onnx.ModelProto], None]:
+def first_weight(**fields):
     """Overwrite fields of initializer ``fc0.weight``."""
 
-    def change(model: onnx.ModelProto) -> None:
+    def change(model):
         tensor = model.graph.initializer[0]
         kept = {"name": tensor.name, "data_type": tensor.data_type, "dims": tensor.dims}
         kept["raw_data"] = tensor.raw_data
@@ -197,7 +195,7 @@ BROKEN: dict[str, tuple[Callable[[onnx.ModelProto], object], tuple[str, ...]]] =
 
 
 @pytest.mark.parametrize(("change", "words"), BROKEN.values(), ids=BROKEN)
-def test_invalid_graph_error_names_node(change, words: Sequence[str]) -> None:
+def test_invalid_graph_error_names_node(change, words):
     check(changed(change), ModelError, words)
 
 
@@ -207,11 +205,11 @@ UNSUPPORTED = {
 
 
 @pytest.mark.parametrize(("model", "words"), UNSUPPORTED.values(), ids=UNSUPPORTED)
-def test_non_tensor_error_names_value(model, words: Sequence[str]) -> None:
+def test_non_tensor_error_names_value(model, words):
     check(model, UnsupportedError, words)
 
 
-def test_huge_fill_error_names_node() -> None:
+def test_huge_fill_error_names_node():
     model = graph_of(
         "(float[2] x) => (float[] y) <int64[2] s = {3000000000, 30000000000}>"
         "{ w = ConstantOfShape (s)  y = Add (x, w) }"
@@ -219,14 +217,14 @@ def test_huge_fill_error_names_node() -> None:
     check(model, ModelError, ("'w'", "3000000000"))
 
 
-def test_negative_fill_error_names_node() -> None:
+def test_negative_fill_error_names_node():
     model = graph_of(
         "(float[2] x) => (float[] y) <int64[1] s = {-2}>{ w = ConstantOfShape (s)  y = Add (x, w) }"
     )
     check(model, ModelError, ("'w'", "-2"))
 
 
-def test_recursive_function_raises_error() -> None:
+def test_recursive_function_raises_error():
     model = parser.parse_model(
         """<ir_version: 8, opset_import: ["": 18, "own": 1]>
         m (float[2] x) => (float[2] y) { y = own.loop (x) }
@@ -236,7 +234,7 @@ def test_recursive_function_raises_error() -> None:
     check(model, ModelError, ("function",))
 
 
-def test_mutually_recursive_functions_raise_error() -> None:
+def test_mutually_recursive_functions_raise_error():
     model = parser.parse_model(
         """<ir_version: 8, opset_import: ["": 18, "own": 1]>
         m (float[2] x) => (float[2] y) { y = own.first (x) }
@@ -253,10 +251,10 @@ def test_mutually_recursive_functions_raise_error() -> None:
 NEEDED = 5 * 6 * 4  # bytes of fc0.weight
 
 
-def external(location: str, **entries: object) -> Make:
+def external(location, **entries):
     """A model whose ``fc0.weight`` points to ``location``; ``weights.bin`` lies beside it."""
 
-    def make(folder: Path) -> Path:
+    def make(folder):
         home = folder / "home"
         home.mkdir()
         (home / "weights.bin").write_bytes(bytes(NEEDED))
@@ -300,16 +298,16 @@ BAD_PLACES: dict[str, tuple[Make, tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize(("make", "words"), BAD_PLACES.values(), ids=BAD_PLACES)
-def test_external_data_outside_folder_or_file_raises_error(make, words, tmp_path: Path) -> None:
+def test_external_data_outside_folder_or_file_raises_error(make, words, tmp_path):
     check(make(tmp_path), ModelError, ("'fc0.weight'", *words))
 
 
-def test_valid_external_data_is_loaded(tmp_path: Path) -> None:
+def test_valid_external_data_is_loaded(tmp_path):
     path = external("weights.bin", offset=0, length=NEEDED)(tmp_path)
     assert not load_graph(path).constants["fc0.weight"].any()
 
 
-def test_external_data_of_bytes_error_asks_for_path(tmp_path: Path) -> None:
+def test_external_data_of_bytes_error_asks_for_path(tmp_path):
     check(external("weights.bin")(tmp_path).read_bytes(), ModelError, ("'fc0.weight'", "path"))
 
 
@@ -329,7 +327,7 @@ SOUND = [
 ]
 
 
-def damaged(data: bytes, rng: random.Random) -> bytes:
+def damaged(data, rng):
     place = rng.randrange(len(data))
     some = rng.randbytes(rng.choice([1, 3]))
     return rng.choice(
@@ -343,7 +341,7 @@ def damaged(data: bytes, rng: random.Random) -> bytes:
     )
 
 
-def test_damaged_model_loads_or_raises_kfac_error() -> None:
+def test_damaged_model_loads_or_raises_kfac_error():
     rng = random.Random(0)
     outcomes = {"graph": 0, "error": 0}
     for _ in range(1000):
@@ -361,7 +359,7 @@ def test_damaged_model_loads_or_raises_kfac_error() -> None:
 
 
 @pytest.mark.parametrize(("op", "operands"), [("Max", ["x", ""]), ("Concat", ["", "x"])])
-def test_missing_required_operand_raises_error(op: str, operands: list[str]) -> None:
+def test_missing_required_operand_raises_error(op, operands):
     """ONNX Runtime 1.31 ends the process on such a Max."""
     model = models.one_operator(op, {"x": "float[2]"}, **({"axis": 0} if op == "Concat" else {}))
     model.graph.node[0].input[:] = operands

@@ -1,8 +1,5 @@
 """New weights in the user's own file, read back with onnx itself."""
 
-from collections.abc import Mapping
-from pathlib import Path
-
 import numpy as np
 import onnx
 import pytest
@@ -11,28 +8,28 @@ from onnx import TensorProto, helper, numpy_helper, parser
 from kfac_engine.errors import ShapeError, UnknownNameError, UnsupportedError
 from kfac_engine.graph.analysis.trainable import trainable_parameters
 from kfac_engine.graph.export import export_files
-from kfac_engine.graph.load import LoadedModel, load_graph, load_model
+from kfac_engine.graph.load import load_graph, load_model
 from tests import models
 from tests.graph.running import CARRIED, run_model
 
 
-def exported_model(model: LoadedModel, values: Mapping[str, np.ndarray]) -> onnx.ModelProto:
+def exported_model(model, values):
     files = export_files(model, values, "weights.data")
     assert not files.tensors
     return onnx.ModelProto.FromString(files.message)
 
 
-def stored(model: onnx.ModelProto) -> dict[str, np.ndarray]:
+def stored(model):
     return {entry.name: numpy_helper.to_array(entry) for entry in model.graph.initializer}
 
 
 @pytest.mark.parametrize("name", models.MODELS)
-def test_export_without_new_values_equals_input(name: str) -> None:
+def test_export_without_new_values_equals_input(name):
     model = models.MODELS[name]()
     assert exported_model(load_model(model), {}) == model
 
 
-def test_export_changes_only_named_constants() -> None:
+def test_export_changes_only_named_constants():
     model = models.mlp()
     value = np.full((5, 6), 7.0, np.float32)
     exported = exported_model(load_model(model), {"fc0.weight": value})
@@ -42,7 +39,7 @@ def test_export_changes_only_named_constants() -> None:
     assert list(exported.graph.node) == list(model.graph.node)
 
 
-def test_export_keeps_operator_set_and_format() -> None:
+def test_export_keeps_operator_set_and_format():
     model = models.mlp()
     model.opset_import[0].version, model.ir_version = 9, 3
     declared = [
@@ -57,7 +54,7 @@ def test_export_keeps_operator_set_and_format() -> None:
 
 
 @pytest.mark.parametrize("kind", ["FLOAT16", "BFLOAT16", "FLOAT", "DOUBLE"])
-def test_exported_values_have_element_type_of_file(kind: str) -> None:
+def test_exported_values_have_element_type_of_file(kind):
     code = TensorProto.DataType.Value(kind)
     graph = f"m ({kind.lower()}[2,2] x) => ({kind.lower()}[2,2] y) {{ y = MatMul (x, w) }}"
     model = models.parsed(graph, {})
@@ -75,7 +72,7 @@ SPELLINGS = {
 
 
 @pytest.mark.parametrize("spelling", SPELLINGS.values(), ids=SPELLINGS)
-def test_exported_constant_node_has_new_value(spelling: str) -> None:
+def test_exported_constant_node_has_new_value(spelling):
     model = parser.parse_model(
         '<ir_version: 8, opset_import: ["": 18]> m (float[N,3] x) => (float[N,3] y)'
         f"{{ {spelling}  y = Mul (x, w) }}"
@@ -88,7 +85,7 @@ def test_exported_constant_node_has_new_value(spelling: str) -> None:
     np.testing.assert_array_equal(load_graph(exported).constants["w"], value)
 
 
-def test_exported_filled_weights_have_new_values() -> None:
+def test_exported_filled_weights_have_new_values():
     model = load_model(CARRIED / "light" / "light_squeezenet.onnx")
     rng = np.random.default_rng(0)
     names = trainable_parameters(model.graph)
@@ -104,7 +101,7 @@ def test_exported_filled_weights_have_new_values() -> None:
         np.testing.assert_array_equal(again.constants[name], value)
 
 
-def test_exported_model_contains_external_weights(tmp_path: Path) -> None:
+def test_exported_model_contains_external_weights(tmp_path):
     path, model = tmp_path / "model.onnx", models.mlp()
     onnx.save(models.mlp(), path, save_as_external_data=True, location="w.bin", size_threshold=0)
     exported = exported_model(load_model(path), {"fc0.bias": np.zeros(5, np.float32)})
@@ -114,17 +111,17 @@ def test_exported_model_contains_external_weights(tmp_path: Path) -> None:
         np.testing.assert_array_equal(found, expected[name])
 
 
-def test_unknown_constant_raises_error() -> None:
+def test_unknown_constant_raises_error():
     with pytest.raises(UnknownNameError, match="'ghost'"):
         exported_model(load_model(models.mlp()), {"ghost": np.zeros(1)})
 
 
-def test_wrong_shape_error_names_both_shapes() -> None:
+def test_wrong_shape_error_names_both_shapes():
     with pytest.raises(ShapeError, match=r"'fc0.bias' has shape \(4,\).*\(5,\)"):
         exported_model(load_model(models.mlp()), {"fc0.bias": np.zeros(4)})
 
 
-def test_export_of_constant_in_function_raises_error() -> None:
+def test_export_of_constant_in_function_raises_error():
     model = parser.parse_model(
         """<ir_version: 8, opset_import: ["": 17, "own": 1]>
         m (float[3] x) => (float[3] y) { y = own.scale (x) }

@@ -2,11 +2,9 @@
 
 import mmap
 import os
-from pathlib import Path
 
 import numpy as np
 import onnx
-import pytest
 from onnx import TensorProto, numpy_helper
 
 from kfac_engine.graph import files
@@ -15,7 +13,7 @@ from tests import models
 from tests.graph.running import assert_same, simple_model
 
 
-def save_external(model: onnx.ModelProto, folder: Path) -> Path:
+def save_external(model, folder):
     folder.mkdir(exist_ok=True)
     path = folder / "model.onnx"
     onnx.save(
@@ -25,7 +23,7 @@ def save_external(model: onnx.ModelProto, folder: Path) -> Path:
     return path
 
 
-def file_of(array: np.ndarray) -> mmap.mmap:
+def file_of(array):
     """The mapped file that ``array`` is a view of."""
     while isinstance(array, np.ndarray):
         array = array.base
@@ -33,9 +31,7 @@ def file_of(array: np.ndarray) -> mmap.mmap:
     return array
 
 
-def test_external_weights_are_views_of_one_mapped_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_external_weights_are_views_of_one_mapped_file(tmp_path, monkeypatch):
     monkeypatch.setattr(files, "_MOST_COPIED", 0)
     model = models.cnn()
     graph = load_graph(save_external(models.cnn(), tmp_path))
@@ -44,12 +40,12 @@ def test_external_weights_are_views_of_one_mapped_file(
     assert_same(graph.constants, load_graph(model).constants, 0)
 
 
-def test_external_weights_may_be_in_double_precision(tmp_path: Path) -> None:
+def test_external_weights_may_be_in_double_precision(tmp_path):
     graph = load_graph(save_external(models.linear(dtype="float64"), tmp_path))
     assert {str(array.dtype) for array in graph.constants.values()} == {"float64"}
 
 
-def test_unaligned_external_weight_is_copied(tmp_path: Path) -> None:
+def test_unaligned_external_weight_is_copied(tmp_path):
     path = tmp_path / "model.onnx"
     model = models.linear(4, 3, bias=False)
     weight = model.graph.initializer[0]
@@ -66,7 +62,7 @@ def test_unaligned_external_weight_is_copied(tmp_path: Path) -> None:
     assert not found.flags.writeable
 
 
-def test_external_weights_are_found_next_to_link_target(tmp_path: Path) -> None:
+def test_external_weights_are_found_next_to_link_target(tmp_path):
     target = save_external(models.mlp(), tmp_path / "store")
     link = tmp_path / "snapshot" / "model.onnx"
     link.parent.mkdir()
@@ -75,7 +71,7 @@ def test_external_weights_are_found_next_to_link_target(tmp_path: Path) -> None:
     assert_same(load_graph(link).constants, load_graph(models.mlp()).constants, 0)
 
 
-def test_external_tensors_in_attributes_are_loaded(tmp_path: Path) -> None:
+def test_external_tensors_in_attributes_are_loaded(tmp_path):
     model = simple_model("c = Constant <value = float[1] {0.0}> ()  y = Identity (c)")
     value = numpy_helper.from_array(np.arange(2000, dtype=np.float32))
     model.graph.node[0].attribute[0].t.CopyFrom(value)

@@ -1,7 +1,5 @@
 """Weights that one message cannot hold lie in a second file, where onnx itself finds them."""
 
-from pathlib import Path
-
 import numpy as np
 import onnx
 import pytest
@@ -15,14 +13,14 @@ from tests.graph.running import run_model
 
 
 @pytest.fixture
-def short_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+def short_messages(monkeypatch):
     """A limit that the small models of the tests exceed, with weights small enough to pass it."""
     monkeypatch.setattr("kfac_engine.graph.files._MOST_INLINE", 1000)
     monkeypatch.setattr("kfac_engine.graph.files._SMALL_BYTES", 100)
 
 
 @pytest.mark.usefixtures("short_messages")
-def test_large_model_is_exported_as_two_files(tmp_path: Path) -> None:
+def test_large_model_is_exported_as_two_files(tmp_path):
     model = models.cnn()
     engine = ke.Engine.from_onnx(model, loss="categorical")
     weight = np.full_like(engine.parameters["conv0.weight"], 0.25)
@@ -39,9 +37,7 @@ def test_large_model_is_exported_as_two_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("short_messages")
-def test_exported_weights_are_aligned_and_mapped(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_exported_weights_are_aligned_and_mapped(tmp_path, monkeypatch):
     monkeypatch.setattr("kfac_engine.graph.files._MOST_COPIED", 0)
     path = tmp_path / "model.onnx"
     ke.Engine.from_onnx(models.cnn(), loss="categorical").export(path)
@@ -51,7 +47,7 @@ def test_exported_weights_are_aligned_and_mapped(
 
 
 @pytest.mark.usefixtures("short_messages")
-def test_export_may_overwrite_files_of_model(tmp_path: Path) -> None:
+def test_export_may_overwrite_files_of_model(tmp_path):
     path = tmp_path / "model.onnx"
     ke.Engine.from_onnx(models.cnn(), loss="categorical").export(path)
     engine = ke.Engine.from_onnx(path, loss="categorical")
@@ -67,7 +63,7 @@ def test_export_may_overwrite_files_of_model(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("short_messages")
-def test_failed_export_leaves_no_file(tmp_path: Path) -> None:
+def test_failed_export_leaves_no_file(tmp_path):
     engine = ke.Engine.from_onnx(models.cnn(), loss="categorical")
     (tmp_path / "model.onnx").mkdir()
     with pytest.raises(InputError, match="cannot write"):
@@ -76,7 +72,7 @@ def test_failed_export_leaves_no_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("short_messages")
-def test_large_gradient_model_is_written_as_two_files(tmp_path: Path) -> None:
+def test_large_gradient_model_is_written_as_two_files(tmp_path):
     model = models.mlp((40, 30, 3))
     path = tmp_path / "gradient.onnx"
     whole = ke.differentiate(model, "categorical", path=path)
@@ -94,6 +90,6 @@ def test_large_gradient_model_is_written_as_two_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("short_messages")
-def test_large_gradient_model_without_path_raises_error() -> None:
+def test_large_gradient_model_without_path_raises_error():
     with pytest.raises(ModelError, match=r"GB of weights.*pass a path"):
         ke.differentiate(models.mlp((40, 30, 3)), "categorical")

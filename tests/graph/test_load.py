@@ -1,7 +1,5 @@
 """The canonical graph is one spelling of what the file says."""
 
-from pathlib import Path
-
 import numpy as np
 import onnx
 import pytest
@@ -13,14 +11,14 @@ from tests.graph.running import CLOSE, assert_same, relabelled, run_graph, run_m
 
 
 @pytest.mark.parametrize("name", models.MODELS)
-def test_canonical_graph_equals_model(name: str) -> None:
+def test_canonical_graph_equals_model(name):
     model = models.MODELS[name]()
     feeds = models.random_inputs(model)
     expected = run_model(model.SerializeToString(), feeds)
     assert_same(run_graph(load_graph(model), feeds), expected, CLOSE)
 
 
-def test_path_bytes_and_model_give_the_same_graph(tmp_path: Path) -> None:
+def test_path_bytes_and_model_give_the_same_graph(tmp_path):
     model = models.mlp()
     path = tmp_path / "mlp.onnx"
     onnx.save(model, path)
@@ -34,7 +32,7 @@ def test_path_bytes_and_model_give_the_same_graph(tmp_path: Path) -> None:
     assert [graph.name for graph in graphs] == ["mlp.onnx", "mlp.onnx", "test_model", "test_model"]
 
 
-def test_loading_does_not_change_message() -> None:
+def test_loading_does_not_change_message():
     model = relabelled(models.cnn(), 11)
     before = model.SerializeToString()
     load_graph(model)
@@ -53,7 +51,7 @@ CONSTANT_FORMS = {
 
 
 @pytest.mark.parametrize("name", CONSTANT_FORMS)
-def test_constant_node_becomes_a_constant(name) -> None:
+def test_constant_node_becomes_a_constant(name):
     value, expected = CONSTANT_FORMS[name]
     graph = load_graph(simple_model(f"c = Constant <{name} = {value}> ()  y = Identity (c)"))
     assert [node.op for node in graph.nodes] == ["Identity"]
@@ -61,7 +59,7 @@ def test_constant_node_becomes_a_constant(name) -> None:
     np.testing.assert_array_equal(graph.constants["c"], expected)
 
 
-def test_filled_weight_is_broadcast_view() -> None:
+def test_filled_weight_is_broadcast_view():
     nodes = "w = ConstantOfShape <value = float[1] {0.02}> (shape)  y = MatMul (x, w)"
     graph = load_graph(simple_model(nodes, shape=np.array([2, 10**6])))
     assert [node.op for node in graph.nodes] == ["MatMul"]
@@ -70,12 +68,12 @@ def test_filled_weight_is_broadcast_view() -> None:
     assert graph.constants["w"].min() == graph.constants["w"].max() == np.float32(0.02)
 
 
-def test_fill_of_dynamic_shape_remains_node() -> None:
+def test_fill_of_dynamic_shape_remains_node():
     graph = load_graph(simple_model("s = Shape (x)  y = ConstantOfShape (s)"))
     assert [node.op for node in graph.nodes] == ["Shape", "ConstantOfShape"]
 
 
-def test_initializers_listed_as_inputs_are_constants() -> None:
+def test_initializers_listed_as_inputs_are_constants():
     model = models.mlp()
     declared = [
         helper.make_tensor_value_info(entry.name, entry.data_type, entry.dims)
@@ -85,7 +83,7 @@ def test_initializers_listed_as_inputs_are_constants() -> None:
     assert [entry.name for entry in load_graph(model).inputs] == ["input"]
 
 
-def test_nodes_have_unique_names() -> None:
+def test_nodes_have_unique_names():
     model = models.mlp()
     for node, name in zip(model.graph.node, ["same", "same", "", "", "Gemm_4"], strict=True):
         node.name = name
@@ -95,7 +93,7 @@ def test_nodes_have_unique_names() -> None:
     assert names[0] == "same"
 
 
-def test_arrays_are_read_only() -> None:
+def test_arrays_are_read_only():
     graph = load_graph(models.layer_norm())
     assert not any(array.flags.writeable for array in graph.constants.values())
 
@@ -111,12 +109,12 @@ def test_arrays_are_read_only() -> None:
     ],
     ids=["sizes", "symbol", "open", "no-rank", "scalar"],
 )
-def test_input_shape_is_declared_shape(declared, expected) -> None:
+def test_input_shape_is_declared_shape(declared, expected):
     model = simple_model("y = Identity (x)", declared)
     assert load_graph(model).inputs[0].shape == expected
 
 
-def test_unsorted_nodes_are_sorted_topologically() -> None:
+def test_unsorted_nodes_are_sorted_topologically():
     model = models.cnn()
     feeds = models.random_inputs(model)
     expected = run_model(model.SerializeToString(), feeds)
@@ -126,7 +124,7 @@ def test_unsorted_nodes_are_sorted_topologically() -> None:
     assert_same(run_graph(load_graph(shuffled), feeds), expected, CLOSE)
 
 
-def test_operators_of_other_domains_keep_version() -> None:
+def test_operators_of_other_domains_keep_version():
     model = simple_model("y = com.microsoft.Gelu (x)")
     model.opset_import.append(helper.make_opsetid("com.microsoft", 1))
     graph = load_graph(model)
@@ -134,7 +132,7 @@ def test_operators_of_other_domains_keep_version() -> None:
     assert graph.domains == {"com.microsoft": 1}
 
 
-def test_long_name_of_standard_domain_is_accepted() -> None:
+def test_long_name_of_standard_domain_is_accepted():
     model = models.mlp()
     model.opset_import[0].domain = "ai.onnx"
     for node in model.graph.node:
@@ -145,6 +143,6 @@ def test_long_name_of_standard_domain_is_accepted() -> None:
     assert not graph.domains
 
 
-def test_template_contains_no_weights() -> None:
+def test_template_contains_no_weights():
     model = models.mlp((500, 500, 10))
     assert load_model(model).template.ByteSize() < 2000 < model.ByteSize()

@@ -18,15 +18,13 @@ PRODUCT = "[product] y = MatMul (x, w)"
 LIST = "[1.0, -2.0, 0.5, 3.0, -1.0, 0.25]"
 
 
-def text(body: str, opset: int = 18, more: str = "") -> onnx.ModelProto:
+def text(body, opset=18, more=""):
     return parser.parse_model(
         f'<ir_version: 8, opset_import: ["": {opset}{more}]> {HEAD} {{ {body} }}'
     )
 
 
-def held(
-    nodes: str = PRODUCT, opset: int = 18, ir: int = 8, inputs: str = "", more: str = ""
-) -> onnx.ModelProto:
+def held(nodes=PRODUCT, opset=18, ir=8, inputs="", more=""):
     """Nodes that make ``y``, around the initializer ``w``."""
     return parser.parse_model(
         f"""<ir_version: {ir}, opset_import: ["": {opset}]>
@@ -34,7 +32,7 @@ def held(
     )
 
 
-def nested_functions() -> onnx.ModelProto:
+def nested_functions():
     return parser.parse_model(
         f'<ir_version: 8, opset_import: ["": 18, "own": 1]> {HEAD} '
         f"{{ w = Constant <value = float[3,2] {VALUES}> ()  y = own.outer (x, w) }} "
@@ -69,7 +67,7 @@ SPELLINGS: dict[str, Callable[[], onnx.ModelProto]] = {
 
 
 @pytest.mark.parametrize("spelling", SPELLINGS)
-def test_weight_in_any_form_has_name_and_gradient(spelling: str) -> None:
+def test_weight_in_any_form_has_name_and_gradient(spelling):
     model = ke.load_model(SPELLINGS[spelling]())
     assert list(model.parameters) == ["w"]
     trace = model.run({"x": X})
@@ -78,7 +76,7 @@ def test_weight_in_any_form_has_name_and_gradient(spelling: str) -> None:
     np.testing.assert_allclose(found, (X.T @ COTANGENT).reshape(found.shape), rtol=1e-6)
 
 
-def test_weight_in_constant_branch_is_parameter() -> None:
+def test_weight_in_constant_branch_is_parameter():
     model = text(
         f"yes = Constant <value = bool {{1}}> () "
         f"y = If (yes) <then_branch = t () => (float[N,2] z) "

@@ -7,7 +7,7 @@ from onnx import AttributeProto, helper, numpy_helper
 
 from kfac_engine.errors import ModelError
 from kfac_engine.graph.passes.canonicalize import NEWEST_OPSET, OLDEST_OPSET
-from kfac_engine.graph.structure import AttributeValue, Input, Node, Subgraph
+from kfac_engine.graph.structure import Input, Node, Subgraph
 from kfac_engine.graph.write import build_model, serialize
 from tests.graph.running import run_model
 
@@ -15,13 +15,13 @@ FLOAT = np.dtype("float32")
 X, Y = Input("x", FLOAT, ("batch", 2)), Input("y", FLOAT, None)
 
 
-def written_attribute(node: Node, name: str, domains: dict[str, int] | None = None):
+def written_attribute(node, name, domains=None):
     model = build_model([node], [X], [Y], {}, 18, domains=domains)
     return next(entry for entry in model.graph.node[0].attribute if entry.name == name)
 
 
 @pytest.mark.parametrize("opset", range(OLDEST_OPSET, NEWEST_OPSET + 1))
-def test_runtime_executes_all_written_operator_sets(opset: int) -> None:
+def test_runtime_executes_all_written_operator_sets(opset):
     model = build_model([Node("Neg", ("x",), ("y",))], [X], [Y], {}, opset)
     x = np.asarray([[1.0, -2.0]], FLOAT)
     np.testing.assert_array_equal(run_model(serialize(model), {"x": x})["y"], -x)
@@ -36,7 +36,7 @@ def test_runtime_executes_all_written_operator_sets(opset: int) -> None:
     ],
     ids=["size-symbol-open", "scalar", "no-rank"],
 )
-def test_written_shape_has_known_sizes(shape, sides) -> None:
+def test_written_shape_has_known_sizes(shape, sides):
     entry = build_model([], [Input("x", FLOAT, shape)], [], {}, 18).graph.input[0]
     form = entry.type.tensor_type
     assert form.elem_type == onnx.TensorProto.FLOAT
@@ -60,9 +60,7 @@ def test_written_shape_has_known_sizes(shape, sides) -> None:
         ("Constant", "value", np.eye(2, dtype=FLOAT), AttributeProto.TENSOR),
     ],
 )
-def test_attribute_has_type_of_operator_schema(
-    op: str, name: str, value: AttributeValue, expected: int
-) -> None:
+def test_attribute_has_type_of_operator_schema(op, name, value, expected):
     entry = written_attribute(Node(op, ("x",), ("y",), {name: value}), name)
     assert entry.type == expected
     read = helper.get_attribute_value(entry)
@@ -74,12 +72,12 @@ def test_attribute_has_type_of_operator_schema(
         assert (read.decode() if isinstance(read, bytes) else read) == value
 
 
-def test_attribute_of_unknown_operator_has_type_of_value() -> None:
+def test_attribute_of_unknown_operator_has_type_of_value():
     node = Node("Odd", ("x",), ("y",), {"gain": 2.0}, domain="my.ops")
     assert written_attribute(node, "gain", {"my.ops": 1}).type == AttributeProto.FLOAT
 
 
-def test_subgraph_is_written_unchanged() -> None:
+def test_subgraph_is_written_unchanged():
     body = helper.make_graph(
         [helper.make_node("Neg", ["x"], ["z"])],
         "body",
@@ -95,7 +93,7 @@ def test_subgraph_is_written_unchanged() -> None:
     np.testing.assert_array_equal(found["y"], -x)
 
 
-def test_optional_operands_and_results_may_be_omitted() -> None:
+def test_optional_operands_and_results_may_be_omitted():
     nodes = [Node("Clip", ("x", "", "top"), ("y",), name="clip")]
     model = build_model(nodes, [X], [Y], {"top": np.asarray(0.5, FLOAT)}, 18)
     found = run_model(serialize(model), {"x": np.asarray([[-9.0, 9.0]], FLOAT)})
@@ -103,7 +101,7 @@ def test_optional_operands_and_results_may_be_omitted() -> None:
 
 
 @pytest.mark.parametrize("kind", ["FLOAT16", "BFLOAT16", "FLOAT", "DOUBLE", "INT64", "BOOL"])
-def test_constant_keeps_type_and_values(kind: str) -> None:
+def test_constant_keeps_type_and_values(kind):
     dtype = helper.tensor_dtype_to_np_dtype(onnx.TensorProto.DataType.Value(kind))
     values = np.asarray([[0, 1], [1, 0]]).astype(dtype)
     written = build_model([], [], [], {"c": values}, 18).graph.initializer[0]
@@ -113,7 +111,7 @@ def test_constant_keeps_type_and_values(kind: str) -> None:
     np.testing.assert_array_equal(found, values)
 
 
-def test_constants_above_two_gigabytes_raise_error_before_copy() -> None:
+def test_constants_above_two_gigabytes_raise_error_before_copy():
     huge = np.broadcast_to(np.float32(0), (1 << 30,))
     with pytest.raises(ModelError, match=r"'big' has 4\.3 GB of constants"):
         build_model([], [], [], {"w": huge}, 18, name="big")

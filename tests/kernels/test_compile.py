@@ -20,13 +20,13 @@ WITHOUT_TENSOR_CORES = ("sm_70", "sm_75")
 each_source = pytest.mark.parametrize("name", MACROS)
 
 
-def has_kernels(name: str, architecture: str) -> bool:
+def has_kernels(name, architecture):
     tensor_cores = name in ("pair_products", "pair_rows")
     return not (tensor_cores and architecture in WITHOUT_TENSOR_CORES)
 
 
 @each_source
-def test_compiled_table_matches_sources(name: str) -> None:
+def test_compiled_table_matches_sources(name):
     known = compile_kernels.fingerprints().get(name)
     assert known == compile_kernels.fingerprint(name), (
         f"{name}.cu or what it is compiled with has changed: run "
@@ -35,7 +35,7 @@ def test_compiled_table_matches_sources(name: str) -> None:
 
 
 @each_source
-def test_no_kernel_variant_spills_registers(name: str) -> None:
+def test_no_kernel_variant_spills_registers(name):
     table = compile_kernels.compiled(name)
     for architecture in nvrtc.ARCHITECTURES:
         for options in variants(name):
@@ -52,7 +52,7 @@ def test_no_kernel_variant_spills_registers(name: str) -> None:
 
 
 @each_source
-def test_compiler_reproduces_table_entry(name: str) -> None:
+def test_compiler_reproduces_table_entry(name):
     """Of one variant, chosen by the source itself: another change, another variant."""
     asked = [(o, a) for a in nvrtc.ARCHITECTURES for o in variants(name) if has_kernels(name, a)]
     options, architecture = asked[int(compile_kernels.fingerprint(name), 16) % len(asked)]
@@ -74,7 +74,7 @@ PRODUCT_CYCLES = 6.4
 @pytest.mark.parametrize(
     "variant", [name for name in compile_kernels.loops("pair_products") if "PRODUCTS=3" in name]
 )
-def test_products_of_pairs_are_bound_by_tensor_cores(variant: str) -> None:
+def test_products_of_pairs_are_bound_by_tensor_cores(variant):
     """A kernel that split numbers in its loop had 938 cycles of integers for 307 of products."""
     *inner, outer = compile_kernels.loops("pair_products")[variant]["pair_products"]
     # With two columns of tiles, a stage has twice 16 positions: two passes of an inner loop.
@@ -97,7 +97,7 @@ def test_products_of_pairs_are_bound_by_tensor_cores(variant: str) -> None:
         if "-DSIDE=2 -DPRODUCTS=3 -DINPUT=0" in name
     ],
 )
-def test_products_of_rows_are_bound_by_tensor_cores(variant: str) -> None:
+def test_products_of_rows_are_bound_by_tensor_cores(variant):
     """Each number is converted once for 128 products; 12 reads are those of two kinds of blocks."""
     *_, loop = compile_kernels.loops("pair_rows")[variant]["pair_rows"]
     assert loop.tensor == 2 * 48  # two passes of 16 positions
@@ -120,9 +120,7 @@ READERS = [
 
 @each_architecture
 @pytest.mark.parametrize(("source_name", "name", "option"), READERS)
-def test_readers_of_arrays_read_16_bytes_at_a_time(
-    source_name: str, name: str, option: str, architecture: str
-) -> None:
+def test_readers_of_arrays_read_16_bytes_at_a_time(source_name, name, option, architecture):
     """A loop with reads of 4 bytes had 22 instructions for 16 bytes."""
     loops = compile_kernels.loops(source_name)[f"{architecture} {option}"][name]
     hot = max(loops, key=lambda loop: loop.wide_loads)
@@ -147,8 +145,8 @@ WITHOUT_DIVISIONS = [
 @each_architecture
 @pytest.mark.parametrize(("source_name", "option", "kernel", "reads", "most"), WITHOUT_DIVISIONS)
 def test_loops_that_read_single_numbers_have_few_instructions(
-    source_name: str, option: str, kernel: str, reads: int, most: int, architecture: str
-) -> None:
+    source_name, option, kernel, reads, most, architecture
+):
     loops = compile_kernels.loops(source_name)[f"{architecture} {option}"][kernel]
     hot = max(loops, key=lambda loop: (loop.narrow_loads, loop.instructions))
     assert hot.narrow_loads == reads
@@ -156,7 +154,7 @@ def test_loops_that_read_single_numbers_have_few_instructions(
     assert hot.local == 0
 
 
-def test_disassembler_reproduces_loops() -> None:
+def test_disassembler_reproduces_loops():
     if nvrtc.disassembler() is None or not nvrtc.installed("sm_90"):
         pytest.skip("no nvdisasm; install the extra 'nvrtc'")
     options = ("-DCOLUMNS=2", "-DPRODUCTS=3")
@@ -164,7 +162,7 @@ def test_disassembler_reproduces_loops() -> None:
     assert nvrtc.loops("pair_products", options, "sm_90") == known
 
 
-def test_loops_are_counted_without_inner_loops() -> None:
+def test_loops_are_counted_without_inner_loops():
     listing = """
     .L_x_0:
             /*0000*/                   LDGSTS.E.BYPASS.128 [R1], [R2.64], P0 ;
@@ -186,7 +184,7 @@ def test_loops_are_counted_without_inner_loops() -> None:
     ]
 
 
-def test_broken_source_raises_compile_error() -> None:
+def test_broken_source_raises_compile_error():
     if not nvrtc.installed("sm_90"):
         pytest.skip("no NVRTC; install the extra 'nvrtc'")
     with pytest.raises(nvrtc.CompileError, match="undefined"):
@@ -194,6 +192,6 @@ def test_broken_source_raises_compile_error() -> None:
 
 
 @each_source
-def test_sources_include_no_headers(name: str) -> None:
+def test_sources_include_no_headers(name):
     """The compiler at run time finds no headers."""
     assert "#include" not in source(name).replace("No #include", "")

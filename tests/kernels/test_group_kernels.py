@@ -32,13 +32,13 @@ WIDE = [
 ]
 
 
-def grouped(case: Case, groups: int, dtype: type = np.float32) -> np.ndarray:
+def grouped(case, groups, dtype=np.float32):
     """Images whose channels are those of the case for each group."""
     shape = case.n, case.channels * groups, *case.sides
     return np.random.default_rng(1).standard_normal(shape).astype(dtype)
 
 
-def rows(x: np.ndarray, window: Window, groups: int, *, ones: bool) -> np.ndarray:
+def rows(x, window, groups, *, ones):
     """Patches of each group in float64, ``(groups, n, t, features (+ 1))``."""
     w = window
     each = [
@@ -49,24 +49,24 @@ def rows(x: np.ndarray, window: Window, groups: int, *, ones: bool) -> np.ndarra
     return np.concatenate([found, np.ones((*found.shape[:3], 1))], axis=3) if ones else found
 
 
-def start(wanted: np.ndarray, *, symmetric: bool, beta: float) -> np.ndarray:
+def start(wanted, *, symmetric, beta):
     old = np.random.default_rng(2).normal(size=wanted.shape).astype(np.float32)
     old = old + old.swapaxes(1, 2) if symmetric else old
     return old if beta else np.full_like(old, np.nan)
 
 
 def check_moment(
-    case: Case,
-    groups: int,
+    case,
+    groups,
     *,
-    order: str = "forward",
-    ones: bool = True,
-    dtype: type = np.float32,
-    beta: float = BETA,
-    processors: int = 2,
-    scratch: int = SCRATCH,
-    channels_last: bool = False,
-) -> ShimDevice:
+    order="forward",
+    ones=True,
+    dtype=np.float32,
+    beta=BETA,
+    processors=2,
+    scratch=SCRATCH,
+    channels_last=False,
+):
     x = grouped(case, groups, dtype)
     if channels_last:
         x = np.moveaxis(np.ascontiguousarray(np.moveaxis(x, 1, -1)), -1, 1)
@@ -83,17 +83,17 @@ def check_moment(
 
 
 def check_squares(
-    case: Case,
-    groups: int,
-    columns: int = 3,
+    case,
+    groups,
+    columns=3,
     *,
-    order: str = "forward",
-    ones: bool = True,
-    dtype: type = np.float32,
-    beta: float = BETA,
-    processors: int = 2,
-    scratch: int = SCRATCH,
-) -> ShimDevice:
+    order="forward",
+    ones=True,
+    dtype=np.float32,
+    beta=BETA,
+    processors=2,
+    scratch=SCRATCH,
+):
     x = grouped(case, groups, dtype)
     z = rows(x, case.window, groups, ones=ones)
     outputs = case.window.output_shape(case.sides)
@@ -114,42 +114,40 @@ def check_squares(
 
 @each_order
 @pytest.mark.parametrize(("case", "groups"), [*WIDE, (STRIDED[0], 3)], ids=str)
-def test_group_products_are_independent_of_thread_order(
-    case: Case, groups: int, order: str
-) -> None:
+def test_group_products_are_independent_of_thread_order(case, groups, order):
     check_moment(case, groups, order=order)
     check_squares(case, groups, order=order)
 
 
 @pytest.mark.parametrize("groups", [1, 3])
 @pytest.mark.parametrize("case", GEOMETRIES, ids=str)
-def test_group_products_equal_definition_for_any_geometry(case: Case, groups: int) -> None:
+def test_group_products_equal_definition_for_any_geometry(case, groups):
     check_moment(case, groups)
     check_squares(case, groups)
 
 
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
-def test_half_precision_groups_are_summed_in_float32(dtype: type) -> None:
+def test_half_precision_groups_are_summed_in_float32(dtype):
     check_moment(*WIDE[0], dtype=dtype)
     check_squares(*WIDE[0], dtype=dtype)
 
 
-def test_group_products_without_homogeneous_coordinate_equal_definition() -> None:
+def test_group_products_without_homogeneous_coordinate_equal_definition():
     check_moment(*WIDE[0], ones=False)
     check_squares(*WIDE[0], ones=False)
 
 
-def test_zero_beta_overwrites_nan() -> None:
+def test_zero_beta_overwrites_nan():
     check_moment(*WIDE[0], beta=0)
     check_squares(*WIDE[0], beta=0)
 
 
-def test_images_may_have_any_strides() -> None:
+def test_images_may_have_any_strides():
     check_moment(*WIDE[0], channels_last=True)
 
 
 @pytest.mark.parametrize("scratch", [1, SCRATCH])
-def test_pieces_fit_scratch_memory(scratch: int) -> None:
+def test_pieces_fit_scratch_memory(scratch):
     case = Case(Window((3, 3), (1, 1), (1, 1), (1, 1), (1, 1)), 5, 1, (20, 20))
     check_moment(case, 2, scratch=scratch, processors=3)
     check_squares(case, 2, scratch=scratch, processors=3)
@@ -165,9 +163,7 @@ FEW = [
 
 @each_order
 @pytest.mark.parametrize(("case", "groups"), FEW, ids=str)
-def test_register_products_are_independent_of_thread_order(
-    case: Case, groups: int, order: str
-) -> None:
+def test_register_products_are_independent_of_thread_order(case, groups, order):
     assert "few_products" in check_moment(case, groups, order=order).launched
     assert "few_squares" in check_squares(case, groups, 1, order=order).launched
 
@@ -176,15 +172,13 @@ def test_register_products_are_independent_of_thread_order(
 @pytest.mark.parametrize("ones", [True, False])
 @pytest.mark.parametrize("beta", [0, BETA])
 @pytest.mark.parametrize(("case", "groups"), FEW, ids=str)
-def test_register_products_support_all_types(
-    case: Case, groups: int, beta: float, ones: bool, dtype: type
-) -> None:
+def test_register_products_support_all_types(case, groups, beta, ones, dtype):
     options = {"beta": beta, "ones": ones, "dtype": dtype, "processors": 5}
     check_moment(case, groups, **options)
     check_squares(case, groups, 1, **options)
 
 
-def test_columns_above_tile_size_are_computed() -> None:
+def test_columns_above_tile_size_are_computed():
     check_squares(*WIDE[0], columns=70)
 
 
@@ -200,7 +194,7 @@ LAYOUTS = {
 @each_order
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_sum_examples_equals_definition(layout: str, dtype: type, order: str) -> None:
+def test_sum_examples_equals_definition(layout, dtype, order):
     sides, memory = LAYOUTS[layout]
     rng = np.random.default_rng(0)
     stored = [rng.normal(size=(3, *(sides[axis] for axis in memory))) for _ in range(2)]
@@ -213,7 +207,7 @@ def test_sum_examples_equals_definition(layout: str, dtype: type, order: str) ->
     np.testing.assert_allclose(sums, wanted, rtol=0, atol=1e-5 * np.abs(wanted).max())
 
 
-def test_broadcast_operands_are_not_copied() -> None:
+def test_broadcast_operands_are_not_copied():
     rng = np.random.default_rng(0)
     x, ds = rng.normal(size=(3, 1, 4)), rng.normal(size=(3, 6, 4))
     x, ds = np.broadcast_to(x.astype(np.float32), ds.shape), ds.astype(np.float32)
@@ -226,9 +220,7 @@ def test_broadcast_operands_are_not_copied() -> None:
 @each_order
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
 @pytest.mark.parametrize("shape", [(5, 3, 1), (9, 100, 1), (3, 31, 2), (2, 7, 300)], ids=str)
-def test_draw_classes_inverts_cumulative_weights(
-    shape: tuple[int, int, int], dtype: type, order: str
-) -> None:
+def test_draw_classes_inverts_cumulative_weights(shape, dtype, order):
     rng = np.random.default_rng(0)
     logits = (3 * rng.normal(size=shape)).astype(dtype)
     uniforms = rng.random((shape[0], shape[2]))
@@ -244,9 +236,7 @@ def test_draw_classes_inverts_cumulative_weights(
 @each_order
 @pytest.mark.parametrize("shape", [(3, 5, 1), (2, 70, 1), (2, 10, 300)], ids=str)
 @pytest.mark.parametrize("scale", [1, 30])
-def test_cross_entropy_equals_definition(
-    shape: tuple[int, int, int], scale: float, order: str
-) -> None:
+def test_cross_entropy_equals_definition(shape, scale, order):
     """Also of the class that is nearly certain, whose gradient is the sum of all others."""
     rng = np.random.default_rng(0)
     logits = (scale * rng.normal(size=shape)).astype(np.float32)
@@ -269,7 +259,7 @@ def test_cross_entropy_equals_definition(
 
 
 @pytest.mark.parametrize("inner", [1, 300], ids=["a warp a row", "a thread a row"])
-def test_draw_classes_never_draws_zero_probability(inner: int) -> None:
+def test_draw_classes_never_draws_zero_probability(inner):
     logits = np.full((64, 40, inner), -1000.0, np.float32)
     logits[:, 3], logits[:, 35] = 2.0, 1.0
     uniforms = np.repeat(np.linspace(0, 1, 64, endpoint=False)[:, None], inner, axis=1)

@@ -17,18 +17,18 @@ TAKEN, EXACT = (
 )
 
 
-def rows(table: str) -> list[list[str]]:
+def rows(table):
     """Cells of a table's rows, the head first."""
     lines = [line for line in table.splitlines() if line.startswith("|") and "---" not in line]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
 
 
-def test_page_describes_every_source() -> None:
+def test_page_describes_every_source():
     described = set(re.findall(r"`(\w+)\.cu`", PAGE))
     assert described == set(MACROS)
 
 
-def test_page_lists_resources_of_all_kernels() -> None:
+def test_page_lists_resources_of_all_kernels():
     (_, *architectures), *found = rows(TAKEN)
     assert architectures == list(nvrtc.ARCHITECTURES)
     kernels = [kernel for name in MACROS for kernel in KERNEL.findall(source(name))]
@@ -37,11 +37,11 @@ def test_page_lists_resources_of_all_kernels() -> None:
     assert all(re.fullmatch(r"\d+ \(\d+\.\d\)|–", cell) for row in found for cell in row[1:])
 
 
-def test_page_resources_equal_compiled_table() -> None:
+def test_page_resources_equal_compiled_table():
     assert "\n".join(kernel_report.resources()) in PAGE
 
 
-def test_page_lists_errors_of_all_cases() -> None:
+def test_page_lists_errors_of_all_cases():
     (_, _, *orders), *found = rows(EXACT)
     assert orders == list(ORDERS)
     assert [row[:2] for row in found] == [
@@ -50,7 +50,7 @@ def test_page_lists_errors_of_all_cases() -> None:
 
 
 @pytest.mark.skipif(compiler() is None, reason="needs g++ to run kernels on the CPU")
-def test_page_errors_equal_computed_errors() -> None:
+def test_page_errors_equal_computed_errors():
     listed = {tuple(row[:2]): row[2:] for row in rows(EXACT)}
     for kernel, case, error in kernel_report.cases():
         if kernel.startswith("`example_sums`"):

@@ -4,7 +4,6 @@ The tensor cores of the shim cut sums toward zero, as those of a device do. Othe
 kernels on tensor cores are in ``test_patch_moments``.
 """
 
-from collections.abc import Callable
 from math import prod
 
 import ml_dtypes
@@ -44,34 +43,34 @@ BORDERS = ["sum_images", "add_sums"]
 EACH_CALL = ["find_peaks", "write_pairs", "pair_products", "assemble_moments"]
 
 
-def images(case: Case, seed: int = 0) -> np.ndarray:
+def images(case, seed=0):
     return case.images(seed=seed).astype(np.float32)
 
 
-def empty(case: Case, bias: bool = False) -> np.ndarray:
+def empty(case, bias=False):
     return np.full((case.window.taps * case.channels + bias,) * 2, np.nan, np.float32)
 
 
-def error(found: np.ndarray, wanted: np.ndarray) -> float:
+def error(found, wanted):
     """The largest error, relative to the largest entry; infinite for NaN."""
     worst = np.abs(found - wanted).max() / np.abs(wanted).max()
     return float("inf") if np.isnan(worst) else float(worst)
 
 
-def moment(x: np.ndarray, case: Case, order: str = "forward") -> np.ndarray:
+def moment(x, case, order="forward"):
     out = empty(case)
     PatchMoments(ShimDevice(order), SCRATCH, 3).add(x, case.window, out, SUM)
     return out
 
 
-def channels_last(x: np.ndarray) -> np.ndarray:
+def channels_last(x):
     return np.moveaxis(np.ascontiguousarray(np.moveaxis(x, 1, -1)), -1, 1)
 
 
 @pytest.mark.parametrize("layout", [np.asarray, channels_last])
 @pytest.mark.parametrize("way", [ROWS, PIXELS, PATCHES])
 @pytest.mark.parametrize("case", LAYERS, ids=str)
-def test_each_way_equals_definition(case: Case, way: str, layout: Callable) -> None:
+def test_each_way_equals_definition(case, way, layout):
     x = layout(images(case))
     positions = case.n * prod(case.window.output_shape(case.sides))
     key = shape_key(case.window.taps, case.channels, positions)
@@ -84,10 +83,10 @@ def test_each_way_equals_definition(case: Case, way: str, layout: Callable) -> N
     assert error(out, truth(case, x, True)) < TOLERANCES[3]
 
 
-def test_cheaper_way_is_the_default() -> None:
+def test_cheaper_way_is_the_default():
     """Patches are copied for few channels, for which tiles of one tap are mostly empty."""
 
-    def default(case: Case) -> str:
+    def default(case):
         x = np.lib.stride_tricks.as_strided(
             np.zeros(1, np.float32), (case.n, case.channels, *case.sides), (0, 0, 0, 0)
         )
@@ -100,7 +99,7 @@ def test_cheaper_way_is_the_default() -> None:
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_layers_share_launches(order: str) -> None:
+def test_layers_share_launches(order):
     device = ShimDevice(order)
     moments = PatchMoments(device, 64 << 20, 3)
     outs = [empty(case, bias=True) for case in LAYERS]
@@ -116,7 +115,7 @@ def test_layers_share_launches(order: str) -> None:
 
 
 @pytest.mark.parametrize("scratch", [64 << 10, 70 << 10])
-def test_pairs_and_parts_of_a_group_fit_scratch_memory(scratch: int) -> None:
+def test_pairs_and_parts_of_a_group_fit_scratch_memory(scratch):
     """In a quarter and a half of it: two layers at a time."""
     device = ShimDevice()
     cases = [square(4, 1, 0, 64, n=2)] * 3  # 8 kB of pairs, and a part of 16 kB
@@ -130,7 +129,7 @@ def test_pairs_and_parts_of_a_group_fit_scratch_memory(scratch: int) -> None:
         assert error(out, truth(case, images(case, seed), False)) < TOLERANCES[3]
 
 
-def test_batch_above_scratch_memory_is_divided() -> None:
+def test_batch_above_scratch_memory_is_divided():
     case = square(4, 2, 1, 64, n=5)
     device = ShimDevice()
     out = empty(case)
@@ -140,7 +139,7 @@ def test_batch_above_scratch_memory_is_divided() -> None:
     assert error(out, truth(case, images(case), False)) < TOLERANCES[3]
 
 
-def test_second_sum_into_one_matrix_waits_for_the_first() -> None:
+def test_second_sum_into_one_matrix_waits_for_the_first():
     case = square(3, 1, 0, 64, n=2)
     moments, out = PatchMoments(ShimDevice(), SCRATCH, 3), empty(case)
     large = LARGE._replace(channels=64)
@@ -153,7 +152,7 @@ def test_second_sum_into_one_matrix_waits_for_the_first() -> None:
     assert error(out, wanted) < TOLERANCES[3]
 
 
-def test_layers_of_other_kernels_do_not_divide_a_group() -> None:
+def test_layers_of_other_kernels_do_not_divide_a_group():
     case = square(3, 1, 0, 64)
     device = ShimDevice()
     moments = PatchMoments(device, SCRATCH, 3)
@@ -164,11 +163,11 @@ def test_layers_of_other_kernels_do_not_divide_a_group() -> None:
     assert sorted(device.launched) == sorted(["patch_products", "assemble_moments", *EACH_CALL])
 
 
-def test_error_keeps_old_matrices() -> None:
+def test_error_keeps_old_matrices():
     case = square(3, 1, 0, 64)
     moments, out = PatchMoments(ShimDevice(), SCRATCH, 3), np.zeros((64, 64), np.float32)
 
-    def fail() -> None:
+    def fail():
         with moments.gathered():
             moments.add(images(case), case.window, out, SUM)
             raise MemoryError
@@ -180,7 +179,7 @@ def test_error_keeps_old_matrices() -> None:
 
 
 @pytest.mark.parametrize("layout", [np.asarray, channels_last])
-def test_whole_batch_has_float32_accuracy(layout: Callable) -> None:
+def test_whole_batch_has_float32_accuracy(layout):
     """Sums that tensor cores cut would have an error of 1.3e-5 at 1600 positions."""
     case = square(40, 1, 0, 64, n=2)
     x = layout(images(case) + np.float32(2.0))  # the cuts of all sums have one sign
@@ -188,7 +187,7 @@ def test_whole_batch_has_float32_accuracy(layout: Callable) -> None:
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_scale_of_each_channel_is_kept(order: str) -> None:
+def test_scale_of_each_channel_is_kept(order):
     case = square(4, 1, 0, 128, n=2)
     scales = np.geomspace(1e-15, 1e15, 128, dtype=np.float32)[:, None, None]
     x = images(case) * scales
@@ -206,7 +205,7 @@ def test_scale_of_each_channel_is_kept(order: str) -> None:
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_number_that_is_not_finite_reaches_its_channel_only(bad: float) -> None:
+def test_number_that_is_not_finite_reaches_its_channel_only(bad):
     case = square(4, 3, 1, 64)
     x = images(case)
     x[0, 3, 2, 2] = bad
@@ -218,7 +217,7 @@ def test_number_that_is_not_finite_reaches_its_channel_only(bad: float) -> None:
 
 
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
-def test_types_of_a_group_are_computed_apart(dtype: type) -> None:
+def test_types_of_a_group_are_computed_apart(dtype):
     case = square(4, 2, 1, 64)
     moments = PatchMoments(ShimDevice(), SCRATCH, 3)
     each = [images(case), images(case).astype(dtype)]
@@ -292,10 +291,10 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("mistake", nightly_but([*MISTAKES][::4], MISTAKES))
-def test_mutated_kernel_gives_wrong_result(mistake: str) -> None:
+def test_mutated_kernel_gives_wrong_result(mistake):
     name, old, new = MISTAKES[mistake]
 
-    def change(code: str) -> str:
+    def change(code):
         assert old in code
         return code.replace(old, new)
 

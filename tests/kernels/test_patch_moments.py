@@ -29,7 +29,7 @@ ALPHA, BETA = 0.1, 0.9
 TOLERANCES = {0: 1e-6, 3: 1e-6, 1: 2e-3}
 
 
-def square(sides: int, kernel: int, pad: int, channels: int, n: int = 1, axes: int = 2) -> Case:
+def square(sides, kernel, pad, channels, n=1, axes=2):
     each = (1,) * axes
     window = Window((kernel,) * axes, each, each, (pad,) * axes, (pad,) * axes)
     return Case(window, n, channels, (sides,) * axes)
@@ -51,24 +51,24 @@ UNTILED = [square(4, 2, 1, 20, n=3), square(4, 1, 0, 70, n=2), square(3, 1, 0, 6
 RANDOM = [*STRIDED[::10], *STRIDE_ONE[::10], *CORNERS]
 
 
-def truth(case: Case, x: np.ndarray, homogeneous: bool) -> np.ndarray:
+def truth(case, x, homogeneous):
     w = case.window
     found = patches(x, w.kernel, w.strides, w.dilations, w.begins, w.ends)
     return moment(found.reshape(-1, found.shape[2]), homogeneous)
 
 
 def check(
-    case: Case,
+    case,
     *,
-    products: int = 0,
-    order: str = "forward",
-    homogeneous: bool = True,
-    dtype: type = np.float32,
-    scratch: int = SCRATCH,
-    processors: int = 2,
-    beta: float = BETA,
-    strides: str = "contiguous",
-) -> ShimDevice:
+    products=0,
+    order="forward",
+    homogeneous=True,
+    dtype=np.float32,
+    scratch=SCRATCH,
+    processors=2,
+    beta=BETA,
+    strides="contiguous",
+):
     x = case.images(seed=1).astype(dtype)
     if strides == "channels last":
         x = np.moveaxis(np.ascontiguousarray(np.moveaxis(x, 1, -1)), -1, 1)
@@ -92,35 +92,35 @@ def check(
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("products", TOLERANCES)
 @pytest.mark.parametrize("case", [*UNTILED, *TILED[:1]], ids=str)
-def test_patch_moment_is_independent_of_thread_order(case: Case, products: int, order: str) -> None:
+def test_patch_moment_is_independent_of_thread_order(case, products, order):
     check(case, products=products, order=order)
 
 
 @pytest.mark.parametrize("case", [*TILED, *RANDOM], ids=str)
 @pytest.mark.parametrize("products", [0, 3])
-def test_patch_moment_equals_definition_for_any_geometry(case: Case, products: int) -> None:
+def test_patch_moment_equals_definition_for_any_geometry(case, products):
     check(case, products=products)
 
 
 @pytest.mark.parametrize("case", [TILED[0], UNTILED[0]], ids=str)
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
 @pytest.mark.parametrize("products", [0, 3])
-def test_half_precision_is_accumulated_in_float32(case: Case, dtype: type, products: int) -> None:
+def test_half_precision_is_accumulated_in_float32(case, dtype, products):
     check(case, dtype=dtype, products=products)
 
 
 @pytest.mark.parametrize("case", [TILED[0], UNTILED[0]], ids=str)
-def test_images_may_have_any_strides(case: Case) -> None:
+def test_images_may_have_any_strides(case):
     check(case, strides="channels last", products=3)
 
 
-def test_zero_beta_overwrites_nan() -> None:
+def test_zero_beta_overwrites_nan():
     check(UNTILED[0], beta=0)
 
 
 @pytest.mark.parametrize("bad", [np.nan, -np.nan, np.inf])
 @pytest.mark.parametrize("products", TOLERANCES)
-def test_moment_of_nan_or_infinity_is_not_finite(bad: float, products: int) -> None:
+def test_moment_of_nan_or_infinity_is_not_finite(bad, products):
     case = square(3, 1, 0, 64)
     x, out = case.images(seed=1).astype(np.float32), np.zeros((64, 64), np.float32)
     x[0, 5, 1, 1] = bad
@@ -131,22 +131,22 @@ def test_moment_of_nan_or_infinity_is_not_finite(bad: float, products: int) -> N
     assert np.isfinite(out[:5, :5]).all()
 
 
-def test_patch_moment_without_homogeneous_coordinate_has_no_border() -> None:
+def test_patch_moment_without_homogeneous_coordinate_has_no_border():
     assert check(UNTILED[0], homogeneous=False).launched == ["patch_products", "assemble_moments"]
 
 
 @pytest.mark.parametrize("scratch", [1, 4 * 64 * 64 * 4])
-def test_small_scratch_memory_gives_several_passes(scratch: int) -> None:
+def test_small_scratch_memory_gives_several_passes(scratch):
     device = check(square(4, 3, 1, 20), scratch=scratch, homogeneous=False)
     assert len(device.launched) > 2
 
 
-def test_images_above_scratch_memory_are_not_copied_as_pairs() -> None:
+def test_images_above_scratch_memory_are_not_copied_as_pairs():
     device = check(TILED[0], products=3, scratch=1, homogeneous=False)
     assert set(device.launched) == {"patch_products", "assemble_moments"}
 
 
-def test_positions_are_split_for_many_processors() -> None:
+def test_positions_are_split_for_many_processors():
     case = square(40, 1, 0, 8, n=2)
     (jobs,) = passes(case, processors=2)[0].jobs.values()
     pieces = jobs["end"].tolist()
@@ -154,13 +154,13 @@ def test_positions_are_split_for_many_processors() -> None:
     check(case, processors=2)
 
 
-def passes(case: Case, processors: int = 100, scratch: int = SCRATCH) -> tuple:
+def passes(case, processors=100, scratch=SCRATCH):
     blocks = processors * BLOCKS[UNITS][0]
     recipe = recipes.recipe_for(case.window, case.n, case.channels, case.sides)
     return plan(recipe, case.n, blocks, scratch // (TILE**2 * 4), "patch_products")
 
 
-def test_3x3_plan_has_13_products_over_pixels_that_both_taps_see() -> None:
+def test_3x3_plan_has_13_products_over_pixels_that_both_taps_see():
     (found,) = passes(square(56, 3, 1, 64))
     sides = {number: grid["outputs"][1:] for number, grid in enumerate(found.grids)}
     (jobs,) = found.jobs.values()
@@ -172,7 +172,7 @@ def test_3x3_plan_has_13_products_over_pixels_that_both_taps_see() -> None:
     assert len(found.sums) == 45
 
 
-def test_strided_or_unaligned_plan_is_direct() -> None:
+def test_strided_or_unaligned_plan_is_direct():
     for case in (
         Case(Window((3, 3), (2, 2), (1, 1), (1, 1), (1, 1)), 1, 64, (56, 56)),
         square(56, 3, 1, 60),
@@ -180,14 +180,14 @@ def test_strided_or_unaligned_plan_is_direct() -> None:
         assert {len(found.grids) for found in passes(case)} == {1}
 
 
-def test_passes_fit_scratch_memory() -> None:
+def test_passes_fit_scratch_memory():
     scratch = 60 * 64 * 64 * 4
     for case in (square(14, 3, 1, 64), square(14, 3, 1, 60)):
         for found in passes(case, scratch=scratch):
             assert found.parts * TILE**2 * 4 <= scratch
 
 
-def test_matrix_of_wrong_shape_raises_error() -> None:
+def test_matrix_of_wrong_shape_raises_error():
     case = UNTILED[0]
     moments = PatchMoments(ShimDevice(), SCRATCH, 0)
     with pytest.raises(ShapeError, match="80 features and a bias does not fit"):

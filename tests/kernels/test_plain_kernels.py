@@ -33,9 +33,7 @@ each_type = pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.
 @each_type
 @pytest.mark.parametrize("beta", [0.9, 0.0])
 @pytest.mark.parametrize(("numbers", "begin"), [(1, 0), (255, 0), (256, 1), (20_011, 0)])
-def test_update_average_equals_definition(
-    order: str, beta: float, numbers: int, begin: int, dtype: type
-) -> None:
+def test_update_average_equals_definition(order, beta, numbers, begin, dtype):
     """Also of arrays that do not begin at a multiple of 16 bytes."""
     rng = np.random.default_rng(0)
     average, measured = (rng.normal(size=numbers).astype(np.float32)[begin:] for _ in range(2))
@@ -50,7 +48,7 @@ def test_update_average_equals_definition(
 @each_order
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_find_infinite_flags_nonfinite_arrays(dtype: type, bad: float, order: str) -> None:
+def test_find_infinite_flags_nonfinite_arrays(dtype, bad, order):
     largest = np.finfo(dtype).max
     arrays = [np.full(size, largest, dtype) for size in (1, 600, 0, 2000)]
     arrays[3][1999] = bad
@@ -63,7 +61,7 @@ def test_find_infinite_flags_nonfinite_arrays(dtype: type, bad: float, order: st
 
 @each_order
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_inner_products_equal_definition(dtype: type, order: str) -> None:
+def test_inner_products_equal_definition(dtype, order):
     rng = np.random.default_rng(0)
     sizes = (1, 600, 0, 200_003)
     pairs = [tuple(rng.normal(size=size).astype(dtype) for _ in range(2)) for size in sizes]
@@ -82,7 +80,7 @@ def test_inner_products_equal_definition(dtype: type, order: str) -> None:
 
 @each_order
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_combinations_equal_definition(dtype: type, order: str) -> None:
+def test_combinations_equal_definition(dtype, order):
     rng = np.random.default_rng(0)
     x, y, z, w = (rng.normal(size=size).astype(dtype) for size in (700, 700, 3, 0))
     wanted = 0.5 * x - 2.0 * y, 3.0 * z * np.vdot(x, x) ** -0.25, 4.0 * y
@@ -101,7 +99,7 @@ def test_combinations_equal_definition(dtype: type, order: str) -> None:
 
 
 @each_order
-def test_choice_follows_the_sign_of_the_product(order: str) -> None:
+def test_choice_follows_the_sign_of_the_product(order):
     rng = np.random.default_rng(0)
     x, y = rng.normal(size=(2, 700)).astype(np.float32)
     device, outs = ShimDevice(order), np.full((3, 700), np.nan, np.float32)
@@ -112,7 +110,7 @@ def test_choice_follows_the_sign_of_the_product(order: str) -> None:
 
 
 @each_order
-def test_small_products_equal_definition(order: str) -> None:
+def test_small_products_equal_definition(order):
     """Matrices of any shapes; rows of two axes, as of a filter; transposed views; old values."""
     rng = np.random.default_rng(0)
     draw = lambda *shape: rng.normal(size=shape).astype(np.float32)  # noqa: E731 (of this test)
@@ -136,7 +134,7 @@ def test_small_products_equal_definition(order: str) -> None:
 
 
 @each_order
-def test_count_ids_ignores_ids_outside_table(order: str) -> None:
+def test_count_ids_ignores_ids_outside_table(order):
     ids = np.random.default_rng(0).integers(-3, 50, (40, 30))
     counts = np.zeros(45, np.int32)
     count_ids(ShimDevice(order), ids, counts)
@@ -146,7 +144,7 @@ def test_count_ids_ignores_ids_outside_table(order: str) -> None:
 
 @each_order
 @pytest.mark.parametrize("side", [1, 31, 32, 33, 100])
-def test_mirror_copies_lower_triangle(order: str, side: int) -> None:
+def test_mirror_copies_lower_triangle(order, side):
     lower = np.tril(np.random.default_rng(0).normal(size=(side, side))).astype(np.float32)
     out = np.where(np.tri(side, dtype=bool), lower, np.float32(np.nan))
     mirror(ShimDevice(order), out)
@@ -158,7 +156,7 @@ MANY = Case(Window((2, 3), (1, 2), (1, 1), (1, 1), (0, 1)), 40, 3, (4, 5))
 WIDE = Case(Window((1,), (1,), (1,), (0,), (0,)), 33, 300, (1,))
 
 
-def squares(case: Case, x: np.ndarray) -> np.ndarray:
+def squares(case, x):
     """Sums of squared patches, in float64."""
     w = case.window
     z = truths.patches(x, w.kernel, w.strides, w.dilations, w.begins, w.ends)
@@ -166,14 +164,8 @@ def squares(case: Case, x: np.ndarray) -> np.ndarray:
 
 
 def check_squares(
-    case: Case,
-    *,
-    order: str = "forward",
-    dtype: type = np.float32,
-    channels_last: bool = False,
-    beta: float = 0.9,
-    processors: int = 2,
-) -> None:
+    case, *, order="forward", dtype=np.float32, channels_last=False, beta=0.9, processors=2
+):
     x = case.images().astype(dtype)
     if channels_last:
         x = np.moveaxis(np.ascontiguousarray(np.moveaxis(x, 1, -1)), -1, 1)
@@ -189,28 +181,26 @@ def check_squares(
 @each_order
 @pytest.mark.parametrize("channels_last", [False, True])
 @pytest.mark.parametrize("case", [MANY, WIDE], ids=str)
-def test_patch_squares_are_independent_of_thread_order(
-    case: Case, channels_last: bool, order: str
-) -> None:
+def test_patch_squares_are_independent_of_thread_order(case, channels_last, order):
     check_squares(case, order=order, channels_last=channels_last)
 
 
 @pytest.mark.parametrize("case", [*STRIDED[::6], *CORNERS], ids=str)
-def test_patch_squares_equal_definition_for_any_geometry(case: Case) -> None:
+def test_patch_squares_equal_definition_for_any_geometry(case):
     check_squares(case)
 
 
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
-def test_half_precision_squares_are_summed_in_float32(dtype: type) -> None:
+def test_half_precision_squares_are_summed_in_float32(dtype):
     check_squares(MANY, dtype=dtype)
 
 
 @pytest.mark.parametrize("processors", [1, 1000])
-def test_image_sums_are_split_by_processors(processors: int) -> None:
+def test_image_sums_are_split_by_processors(processors):
     check_squares(MANY, beta=0, processors=processors)
 
 
-def test_sums_of_many_images_have_float32_accuracy() -> None:
+def test_sums_of_many_images_have_float32_accuracy():
     """A plain float32 sum of 8192 equal numbers is off by 1e-5."""
     x = np.full((8192, 1, 1), 0.1, np.float32)
     out = np.full(1, np.nan, np.float32)
@@ -221,7 +211,7 @@ def test_sums_of_many_images_have_float32_accuracy() -> None:
     np.testing.assert_allclose(out, wanted, rtol=5e-7)
 
 
-def test_taps_outside_image_contribute_zero() -> None:
+def test_taps_outside_image_contribute_zero():
     case = Case(Window((1,), (1,), (1,), (3,), (-3,)), 2, 1, (4,))
     out = np.full(1, np.nan, np.float32)
     x = np.ones((2, 1, 4), np.float32)
@@ -231,7 +221,7 @@ def test_taps_outside_image_contribute_zero() -> None:
 
 @each_type
 @pytest.mark.parametrize("case", [*STRIDED[::15], *CORNERS], ids=str)
-def test_write_patches_equals_definition(case: Case, dtype: type) -> None:
+def test_write_patches_equals_definition(case, dtype):
     x, w = case.images().astype(dtype), case.window
     wanted = truths.patches(x, w.kernel, w.strides, w.dilations, w.begins, w.ends)
     found = np.full(wanted.shape, 7, dtype)

@@ -14,18 +14,18 @@ each_type = pytest.mark.parametrize("dtype", [np.float32, np.float64])
 NO_FLOOR = Floor(0.0, 0.0)
 
 
-def lower(side: int, dtype: type, count: int = 3, scale: float = 1.0) -> np.ndarray:
+def lower(side, dtype, count=3, scale=1.0):
     """Stacks whose upper triangles hold what must not be read."""
     found = np.random.default_rng(side).normal(size=(count, side, side)) * scale
     return np.where(np.tri(side, dtype=bool), found, np.nan).astype(dtype)
 
 
-def symmetric(stack: np.ndarray) -> np.ndarray:
+def symmetric(stack):
     triangles = np.tril(np.nan_to_num(stack.astype(np.float64), nan=0, posinf=0, neginf=0))
     return triangles + np.tril(triangles, -1).swapaxes(1, 2)
 
 
-def damping_floor(matrix: np.ndarray, dtype: type) -> float:
+def damping_floor(matrix, dtype):
     """What rounding may have moved eigenvalues by: the type's epsilon times the Frobenius norm."""
     limits, largest = np.finfo(dtype), np.abs(matrix).max()
     return max(limits.eps * largest * np.linalg.norm(matrix / largest), limits.tiny)
@@ -34,7 +34,7 @@ def damping_floor(matrix: np.ndarray, dtype: type) -> float:
 @each_order
 @each_type
 @pytest.mark.parametrize("side", [1, 31, 33, 100])
-def test_widen_damps_matrices_and_returns_facts(side: int, dtype: type, order: str) -> None:
+def test_widen_damps_matrices_and_returns_facts(side, dtype, order):
     stack, asked = lower(side, dtype), np.array([0.5, 0.0, 1e-300])
     limits = np.finfo(dtype)
     floor = Floor(float(limits.eps), float(limits.tiny))
@@ -55,7 +55,7 @@ SCALES = [(np.float64, 1e200), (np.float64, 1e-200), (np.float32, 1e37), (np.flo
 
 
 @pytest.mark.parametrize(("dtype", "scale"), SCALES)
-def test_damping_floor_is_relative_for_any_scale(dtype: type, scale: float) -> None:
+def test_damping_floor_is_relative_for_any_scale(dtype, scale):
     stack = lower(70, dtype, 1, scale)
     limits = np.finfo(dtype)
     floor = Floor(float(limits.eps), float(limits.tiny))
@@ -67,7 +67,7 @@ def test_damping_floor_is_relative_for_any_scale(dtype: type, scale: float) -> N
 @each_order
 @each_type
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_widen_flags_and_replaces_nonfinite_entries(bad: float, dtype: type, order: str) -> None:
+def test_widen_flags_and_replaces_nonfinite_entries(bad, dtype, order):
     stack = lower(40, dtype)
     stack[1, 35, 2] = bad
     wide, facts = widen(ShimDevice(order), stack, np.ones(3), NO_FLOOR)
@@ -75,7 +75,7 @@ def test_widen_flags_and_replaces_nonfinite_entries(bad: float, dtype: type, ord
     np.testing.assert_array_equal(wide, symmetric(stack) + np.eye(40))
 
 
-def test_widen_flags_zero_matrices() -> None:
+def test_widen_flags_zero_matrices():
     stack = np.zeros((2, 33, 33), np.float32)
     stack[1, 32, 0] = -1e-30
     _, facts = widen(ShimDevice(), stack, np.zeros(2), Floor(1e-7, 1e-38))
@@ -86,7 +86,7 @@ def test_widen_flags_zero_matrices() -> None:
 @each_order
 @each_type
 @pytest.mark.parametrize("side", [1, 32, 45])
-def test_narrow_returns_symmetric_matrices(side: int, dtype: type, order: str) -> None:
+def test_narrow_returns_symmetric_matrices(side, dtype, order):
     stack = lower(side, np.float64)
     found = narrow(ShimDevice(order), np.ascontiguousarray(stack.swapaxes(1, 2)), dtype)
     assert found.dtype == dtype

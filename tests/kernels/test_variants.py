@@ -1,12 +1,10 @@
 """The table of variants is what launches choose from: no variant more, none less."""
 
-from collections.abc import Sequence
 from importlib.resources import files
 from itertools import product
 
 import ml_dtypes
 import numpy as np
-import numpy.typing as npt
 import pytest
 
 from kfac_engine.backend.channel_groups import Accumulation
@@ -15,7 +13,7 @@ from kfac_engine.backend.cuda.gram import GroupProducts, PatchMoments
 from kfac_engine.backend.window import Window
 from kfac_engine.kernels.averages import count_ids, update_average
 from kfac_engine.kernels.groups import cross_entropy, draw_classes, sum_examples
-from kfac_engine.kernels.launch import MACROS, Launch, options, source, variants
+from kfac_engine.kernels.launch import MACROS, options, source, variants
 from kfac_engine.kernels.moments import mirror
 from kfac_engine.kernels.patches import write_patches
 from kfac_engine.kernels.small_products import Product, small_products
@@ -32,33 +30,31 @@ class Recorder:
 
     processors = 2
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.asked: set[tuple[str, tuple[str, ...]]] = set()
 
-    def function(
-        self, source: str, name: str, options: tuple[str, ...], shared_bytes: int = 0
-    ) -> Launch:
+    def function(self, source, name, options, shared_bytes=0):
         del name, shared_bytes
         self.asked.add((source, options))
         return lambda grid, block, arguments, shared_mem=0: None
 
-    def upload(self, host: npt.NDArray) -> npt.NDArray:
+    def upload(self, host):
         return host
 
-    def address(self, array: npt.NDArray) -> int:
+    def address(self, array):
         return int(array.ctypes.data)
 
-    def empty(self, shape: Sequence[int], dtype: npt.DTypeLike) -> npt.NDArray:
+    def empty(self, shape, dtype):
         return np.empty(shape, dtype)
 
 
-def images(channels: int, dtype: type, *, last: bool, side: int = 3) -> np.ndarray:
+def images(channels, dtype, *, last, side=3):
     """Images with channels beside each other in memory, or pixels."""
     found = np.zeros((2, channels, side, side), dtype)
     return np.moveaxis(np.ascontiguousarray(np.moveaxis(found, 1, -1)), -1, 1) if last else found
 
 
-def launch_patches(device: Recorder) -> None:
+def launch_patches(device):
     # Channels that fill tiles, and that leave part of one empty.
     for channels, products, dtype in product((20, 64), (0, 1, 3), COMPUTED):
         moments = PatchMoments(device, SCRATCH, products)
@@ -81,7 +77,7 @@ def launch_patches(device: Recorder) -> None:
         write_patches(device, x, np.empty((2, 9, 4), dtype), geometry)
 
 
-def launch_groups(device: Recorder) -> None:
+def launch_groups(device):
     groups = GroupProducts(device, SCRATCH)
     for rows, dtype in product((5, 10, 20, 40), COMPUTED):
         x, how = images(rows, dtype, last=False), Accumulation(False, 1, 0)
@@ -91,7 +87,7 @@ def launch_groups(device: Recorder) -> None:
             groups.add_squares(x, ONE, images(columns, dtype, last=False), out, how)
 
 
-def launch_plain(device: Recorder) -> None:
+def launch_plain(device):
     for dtype in COMPUTED:
         update_average(device, np.empty(5, np.float32), np.zeros(5, dtype), 1, 0)
         for last in (False, True):
@@ -113,20 +109,20 @@ def launch_plain(device: Recorder) -> None:
         narrow(device, np.zeros((1, 3, 3)), dtype)
 
 
-def test_launches_use_exactly_listed_variants() -> None:
+def test_launches_use_exactly_listed_variants():
     device = Recorder()
     for launch in (launch_patches, launch_groups, launch_plain):
         launch(device)
     assert device.asked == {(source(name), found) for name in MACROS for found in variants(name)}
 
 
-def test_unlisted_variant_is_not_launched() -> None:
+def test_unlisted_variant_is_not_launched():
     with pytest.raises(AssertionError, match="ROWS"):
         options("few_products", ROWS=12, INPUT=0)
     with pytest.raises(AssertionError, match="few_products"):
         options("few_products", ROWS=10)
 
 
-def test_all_sources_have_macro_rows() -> None:
+def test_all_sources_have_macro_rows():
     found = {path.name for path in files("kfac_engine.kernels").iterdir()}
     assert {name.removesuffix(".cu") for name in found if name.endswith(".cu")} == set(MACROS)

@@ -1,15 +1,11 @@
 """Sample runs in several sessions: the same types, shapes and values as NumPy has them."""
 
-from typing import Any
-
 import numpy as np
 import pytest
 from onnx import parser
 
 from kfac_engine.errors import BackendError
 from kfac_engine.graph.load import load_graph
-from kfac_engine.graph.structure import Graph
-from kfac_engine.graph.write import CompactModel
 from kfac_engine.runtime import sample_run
 from kfac_engine.runtime.sample_run import SampleRun, measured_facts
 
@@ -52,18 +48,18 @@ EXPECTED = {
 
 
 @pytest.fixture(params=[1, 2, 3, 5, 100])
-def most(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+def most(request, monkeypatch):
     monkeypatch.setattr(sample_run, "_MOST_NODES", request.param)
     return int(request.param)
 
 
 @pytest.fixture
-def graph() -> Graph:
+def graph():
     return load_graph(parser.parse_model(MODEL))
 
 
 @pytest.mark.usefixtures("most")
-def test_facts_are_independent_of_session_length(graph: Graph) -> None:
+def test_facts_are_independent_of_session_length(graph):
     facts = SampleRun(graph).facts(FEEDS)
     found = {name: (facts[name].dtype, facts[name].shape) for name in EXPECTED}
     assert found == {name: (value.dtype, value.shape) for name, value in EXPECTED.items()}
@@ -72,7 +68,7 @@ def test_facts_are_independent_of_session_length(graph: Graph) -> None:
 
 
 @pytest.mark.usefixtures("most")
-def test_values_are_independent_of_session_length(graph: Graph) -> None:
+def test_values_are_independent_of_session_length(graph):
     run = SampleRun(graph)
     for times in 1, 2:  # in two runs of the same sessions
         values = run.values({**FEEDS, "x": times * X}, ["t", "y", "total"])
@@ -81,20 +77,18 @@ def test_values_are_independent_of_session_length(graph: Graph) -> None:
         np.testing.assert_allclose(values["y"], times**4 * EXPECTED["y"], rtol=1e-6)
 
 
-def test_shapes_are_inferred_across_sessions(most: int, graph: Graph) -> None:
+def test_shapes_are_inferred_across_sessions(most, graph):
     declared = SampleRun(graph).inferred_shapes()
     assert declared["square"] == (2, 2)
     assert "s" not in declared  # its first axis is open
     assert declared.get("total") == (() if most > 1 else None)  # a scalar is measured with its node
 
 
-def test_sessions_are_extended_for_sequences(
-    most: int, graph: Graph, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    opened: list[int] = []
+def test_sessions_are_extended_for_sequences(most, graph, monkeypatch):
+    opened = []
     make = sample_run.Session
 
-    def counted(model: CompactModel, **options: Any) -> sample_run.Session:
+    def counted(model, **options):
         opened.append(model.nodes)
         return make(model, **options)
 
@@ -109,6 +103,6 @@ def test_sessions_are_extended_for_sequences(
 
 
 @pytest.mark.usefixtures("most")
-def test_incompatible_sizes_raise_error(graph: Graph) -> None:
+def test_incompatible_sizes_raise_error(graph):
     with pytest.raises(BackendError, match="a sample run of"):
         SampleRun(graph).facts({**FEEDS, "x": np.ones((2, 4), np.float32)})

@@ -14,11 +14,11 @@ X = np.random.default_rng(0).normal(size=(7, 5)).astype(np.float32)
 
 
 @pytest.fixture(scope="module")
-def adapted() -> onnx.ModelProto:
+def adapted():
     return ke.add_adapters(models.linear(), 2)
 
 
-def values(model: onnx.ModelProto) -> dict[str, np.ndarray]:
+def values(model):
     """The adapters of a model, with other values."""
     rng = np.random.default_rng(1)
     return {
@@ -61,7 +61,7 @@ def test_adapters_of_a_trained_engine_are_those_of_its_file(adapted, tmp_path):
         np.testing.assert_array_equal(arrays[name], array)
 
 
-def changed(model: onnx.ModelProto, name: str, array: np.ndarray | None) -> onnx.ModelProto:
+def changed(model, name, array):
     """A model with another value of an initializer."""
     result = onnx.ModelProto()
     result.CopyFrom(model)

@@ -38,7 +38,7 @@ ROUNDING = 1e-6
 
 
 @pytest.fixture(params=cupy_standin.KINDS)
-def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> CupyMemorySpace:
+def gpu(request, monkeypatch):
     if request.param == "device" and not has_provider("cuda"):
         pytest.skip("needs onnxruntime-gpu")
     cupy_standin.begin(request.param, monkeypatch)
@@ -47,15 +47,13 @@ def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Cupy
     return CupyMemorySpace(CupyBackend(), tf32=False)
 
 
-def session(
-    memory_space: HostMemory | CupyMemorySpace, nodes: tuple[Node, ...] = NODES
-) -> DeviceSession:
+def session(memory_space, nodes=NODES):
     outputs = tuple(name for node in nodes for name in node.outputs)
     model = compact_model(nodes, INPUTS, outputs, CONSTANTS, 18)
     return DeviceSession(model, threads=1, what="a test", memory_space=memory_space)
 
 
-def test_results_are_on_device_and_counts_on_host(gpu: CupyMemorySpace) -> None:
+def test_results_are_on_device_and_counts_on_host(gpu):
     feeds = {"x": gpu.as_feed(X), "w": gpu.as_feed(W)}
     found = session(gpu).run(RESULTS, feeds)
     assert type(found["y"]) is type(found["positive"]) is type(feeds["x"])
@@ -67,19 +65,19 @@ def test_results_are_on_device_and_counts_on_host(gpu: CupyMemorySpace) -> None:
     np.testing.assert_array_equal(positive, X @ W > 0)
 
 
-def test_host_feeds_are_accepted(gpu: CupyMemorySpace) -> None:
+def test_host_feeds_are_accepted(gpu):
     found = session(gpu).run(("y",), {"x": X, "w": gpu.as_feed(W)})
     np.testing.assert_allclose(gpu.on_host(found["y"]), X @ W, rtol=0, atol=ROUNDING)
 
 
-def test_run_into_writes_to_arrays_of_caller(gpu: CupyMemorySpace) -> None:
+def test_run_into_writes_to_arrays_of_caller(gpu):
     own = gpu.empty((3, 5), FLOAT)
     session(gpu).run_into({"y": own}, {"x": gpu.as_feed(X), "w": gpu.as_feed(W)})
     np.testing.assert_allclose(gpu.on_host(own), X @ W, rtol=0, atol=ROUNDING)
     own[...] = 0  # it can be written, unlike what a session makes itself
 
 
-def test_results_keep_their_memory_alive(gpu: CupyMemorySpace) -> None:
+def test_results_keep_their_memory_alive(gpu):
     made = session(gpu)
     first = made.run(("y",), {"x": gpu.as_feed(X), "w": gpu.as_feed(W)})["y"]
     for seed in range(4):
@@ -89,12 +87,12 @@ def test_results_keep_their_memory_alive(gpu: CupyMemorySpace) -> None:
     np.testing.assert_allclose(gpu.on_host(first), X @ W, rtol=0, atol=ROUNDING)
 
 
-def test_empty_arrays_are_accepted(gpu: CupyMemorySpace) -> None:
+def test_empty_arrays_are_accepted(gpu):
     found = session(gpu).run(("y",), {"x": gpu.as_feed(X[:0]), "w": gpu.as_feed(W)})
     assert found["y"].shape == (0, 5)
 
 
-def test_text_feeds_are_copied(gpu: CupyMemorySpace) -> None:
+def test_text_feeds_are_copied(gpu):
     """``size(words) · x``."""
     nodes = (
         Node("Size", ("words",), ("count",)),
@@ -111,14 +109,12 @@ def test_text_feeds_are_copied(gpu: CupyMemorySpace) -> None:
     np.testing.assert_array_equal(gpu.on_host(found["y"]), 3 * X)
 
 
-def test_result_array_of_wrong_shape_raises_error(gpu: CupyMemorySpace) -> None:
+def test_result_array_of_wrong_shape_raises_error(gpu):
     with pytest.raises(BackendError, match="ONNX Runtime failed in a test"):
         session(gpu).run(("y",), {"x": gpu.as_feed(X[:, :3]), "w": gpu.as_feed(W)})
 
 
-def test_runtime_work_is_ordered_before_and_after(
-    gpu: CupyMemorySpace, request: pytest.FixtureRequest
-) -> None:
+def test_runtime_work_is_ordered_before_and_after(gpu, request):
     if "device" in request.node.name:
         pytest.skip("only the stand-in tells")
     before = gpu.as_feed(X)
@@ -166,7 +162,7 @@ print("finished")
 
 
 @pytest.mark.gpu
-def test_programs_survive_sessions_that_are_released_early() -> None:
+def test_programs_survive_sessions_that_are_released_early():
     if not has_provider("cuda"):
         pytest.skip("needs onnxruntime-gpu")
     program = [sys.executable, "-c", RELEASED_EARLY]
@@ -183,15 +179,15 @@ class Short(HostMemory):
     name = "a small GPU"
     released = waits = 0
 
-    def wait(self) -> None:
+    def wait(self):
         self.waits += 1
 
-    def release(self) -> bool:
+    def release(self):
         self.released += 1
         return True
 
 
-def test_memory_shortage_releases_memory_then_raises_error() -> None:
+def test_memory_shortage_releases_memory_then_raises_error():
     memory_space = Short()
     # An outer product that exceeds the address space: an allocation of less may succeed.
     x, w = np.ones((1 << 23, 1), np.float32), np.ones((1, 1 << 23), np.float32)
@@ -207,7 +203,7 @@ def test_memory_shortage_releases_memory_then_raises_error() -> None:
     assert memory_space.released == 1
 
 
-def test_released_session_waits_for_device() -> None:
+def test_released_session_waits_for_device():
     memory_space = Short()
     made = session(memory_space)
     made.run(("y",), {"x": X, "w": W})
@@ -236,16 +232,16 @@ class Cuda(Elsewhere):
 class Wrong(Elsewhere):
     """One whose results are wrong."""
 
-    def on_host(self, array: np.ndarray) -> np.ndarray:
+    def on_host(self, array):
         return array + 1
 
 
 @pytest.fixture(autouse=True)
-def forget(monkeypatch: pytest.MonkeyPatch) -> None:
+def forget(monkeypatch):
     cupy_standin.forget(monkeypatch)
 
 
-def test_memory_space_is_used_after_successful_trial(caplog: pytest.LogCaptureFixture) -> None:
+def test_memory_space_is_used_after_successful_trial(caplog):
     memory_space = Elsewhere()
     with caplog.at_level("INFO", logger="kfac_engine"):
         assert available_memory_space(memory_space) is memory_space
@@ -255,13 +251,13 @@ def test_memory_space_is_used_after_successful_trial(caplog: pytest.LogCaptureFi
     ]
 
 
-def test_host_needs_no_trial(caplog: pytest.LogCaptureFixture) -> None:
+def test_host_needs_no_trial(caplog):
     with caplog.at_level("DEBUG", logger="kfac_engine"):
         assert available_memory_space(HOST) is HOST
     assert not caplog.records
 
 
-def test_missing_provider_selects_cpu_with_log(caplog: pytest.LogCaptureFixture) -> None:
+def test_missing_provider_selects_cpu_with_log(caplog):
     if has_provider("cuda"):
         pytest.skip("this ONNX Runtime has one")
     with caplog.at_level("INFO", logger="kfac_engine"):
@@ -272,19 +268,14 @@ def test_missing_provider_selects_cpu_with_log(caplog: pytest.LogCaptureFixture)
     assert "pinned memory: the installed package was built without CUDA" in record.message
 
 
-def broken(*_: object, **__: object) -> DeviceSession:
+def broken(*_, **__):
     raise BackendError("ONNX Runtime cannot load it")
 
 
 @pytest.mark.parametrize(
     ("memory_space", "why"), [(Wrong(), "a trial returned"), (Elsewhere(), "cannot load it")]
 )
-def test_failing_provider_selects_cpu_with_warning(
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-    memory_space: HostMemory,
-    why: str,
-) -> None:
+def test_failing_provider_selects_cpu_with_warning(caplog, monkeypatch, memory_space, why):
     if why == "cannot load it":
         monkeypatch.setattr(device_session, "DeviceSession", broken)
     with caplog.at_level("INFO", logger="kfac_engine"):
@@ -294,7 +285,7 @@ def test_failing_provider_selects_cpu_with_warning(
     assert why in record.message
 
 
-def test_provider_options_have_device_stream_and_tf32() -> None:
+def test_provider_options_have_device_stream_and_tf32():
     options = device_session._provider_options(Cuda())
     assert options["device_id"] == "1"
     assert options["user_compute_stream"] == "12345"
@@ -308,14 +299,12 @@ def test_provider_options_have_device_stream_and_tf32() -> None:
     ("dtype", "rank", "stays"),
     [(INT, 0, True), (INT, 1, True), (BOOL, 1, True), (INT, 2, False), (FLOAT, 0, False)],
 )
-def test_small_integers_stay_on_the_host(dtype: np.dtype, rank: int, stays: bool) -> None:
+def test_small_integers_stay_on_the_host(dtype, rank, stays):
     assert stays_on_host(dtype, rank) is stays
 
 
 @pytest.mark.parametrize(("name", "tf32"), [("cupy", False), ("cupy-tf32", True)])
-def test_tf32_option_follows_backend(
-    monkeypatch: pytest.MonkeyPatch, name: str, tf32: bool
-) -> None:
+def test_tf32_option_follows_backend(monkeypatch, name, tf32):
     cupy_standin.install(monkeypatch)
     memory_space = select.memory_space_of(select.select(name))
     assert memory_space.tf32 is tf32

@@ -20,7 +20,7 @@ from tests.unprivileged import unprivileged
 posix = pytest.mark.skipif(sys.platform == "win32", reason="Windows has no such files")
 
 
-def leftover(folder: Path, age: float) -> Path:
+def leftover(folder, age):
     path = folder / ".kfac-engine-0123456789abcdef.tmp"
     path.write_bytes(b"half")
     os.utime(path, (time.time() - age, time.time() - age))

@@ -12,9 +12,9 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "fine_tuning.md"
 
 
 @pytest.mark.rounding
-def test_page_shows_numbers_that_its_example_prints(tmp_path, monkeypatch, capsys) -> None:
+def test_page_shows_numbers_that_its_example_prints(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    names: dict[str, object] = {}
+    names = {}
     for _, code in blocks(PAGE, "python"):
         exec(compile(code, PAGE.name, "exec"), names)
     printed = capsys.readouterr().out

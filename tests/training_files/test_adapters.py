@@ -1,7 +1,5 @@
 """Adapters of layers with integer weights: gradients, optimizers, and a state of adapters alone."""
 
-from collections.abc import Mapping
-
 import numpy as np
 import onnx
 import onnxruntime as ort
@@ -20,7 +18,7 @@ X = RNG.normal(size=(96, INPUTS)).astype(np.float32)
 LABELS = RNG.integers(0, CLASSES, 96)
 
 
-def integers(kind: str, name: str) -> tuple[np.ndarray, np.ndarray]:
+def integers(kind, name):
     """The integers of a layer around zero, inputs by outputs, and their scales in blocks."""
     rows, columns = SIDES[name]
     rng = np.random.default_rng(rows)
@@ -29,7 +27,7 @@ def integers(kind: str, name: str) -> tuple[np.ndarray, np.ndarray]:
     return q, (rng.uniform(0.5, 1.5, (rows // BLOCK, columns)) / most / 2).astype(np.float32)
 
 
-def quantized(kind: str) -> onnx.ModelProto:
+def quantized(kind):
     """Two layers with integer weights and Tanh between them."""
     nodes, arrays = [], {}
     for name, x, y in (("up", "x", "s"), ("down", "h", "y")):
@@ -65,7 +63,7 @@ def quantized(kind: str) -> onnx.ModelProto:
     return helper.make_model(graph, opset_imports=opsets, ir_version=10)
 
 
-def loss(kind: str, matrices: Mapping[str, np.ndarray]) -> float:
+def loss(kind, matrices):
     """The mean cross-entropy of the adapted model, in float64."""
     value = X.astype(np.float64)
     for name in SIDES:
@@ -78,7 +76,7 @@ def loss(kind: str, matrices: Mapping[str, np.ndarray]) -> float:
     return float(np.mean(sums - value[np.arange(len(value)), LABELS]))
 
 
-def adapted(kind: str) -> onnx.ModelProto:
+def adapted(kind):
     return ke.add_adapters(quantized(kind), rank=2, alpha=8)
 
 
@@ -143,7 +141,7 @@ def test_adapters_of_one_shape_take_the_steps_of_the_optimizer(tmp_path):
 
 
 def test_adapters_of_one_shape_share_the_arrays_of_the_optimizer(tmp_path):
-    def arrays(layers: int) -> list[str]:
+    def arrays(layers):
         model = ke.add_adapters(mlp((*[12] * (layers + 1), 3)), rank=2)
         files = ke.export_training(model, trainable="*lora*", path=tmp_path / str(layers))
         return [

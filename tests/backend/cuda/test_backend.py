@@ -25,24 +25,24 @@ TOLERANCE = {np.float32: FLOAT32, np.float64: FLOAT64}
 
 
 @pytest.fixture(params=cupy_standin.KINDS)
-def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> CupyBackend:
+def backend(request, monkeypatch):
     cupy_standin.begin(request.param, monkeypatch)
     return CupyBackend(scratch_bytes=8 << 20)
 
 
-def whole(lower: np.ndarray) -> np.ndarray:
+def whole(lower):
     """Both triangles: NumPy's moments are sure to have the lower one only, those of a GPU both."""
     return np.tril(lower) + np.tril(lower, -1).T
 
 
-def equal(backend: CupyBackend, found: object, wanted: np.ndarray, tolerance: float) -> None:
+def equal(backend, found, wanted, tolerance):
     host = backend.to_numpy(found)
     assert host.dtype == wanted.dtype
     scale = np.abs(wanted).max()
     np.testing.assert_allclose(host, wanted, rtol=0, atol=tolerance * max(scale, 1e-30))
 
 
-def spd(side: int, dtype: type, seed: int = 0) -> np.ndarray:
+def spd(side, dtype, seed=0):
     root = np.random.default_rng(seed).normal(size=(side, side))
     return (root @ root.T / side + np.eye(side)).astype(dtype)
 
@@ -56,7 +56,7 @@ def spd(side: int, dtype: type, seed: int = 0) -> np.ndarray:
         (LinearAlgebra, CupyLinearAlgebra),
     ],
 )
-def test_operations_have_signatures_of_protocol(protocol: type, implementation: type) -> None:
+def test_operations_have_signatures_of_protocol(protocol, implementation):
     for name in (name for name in vars(protocol) if not name.startswith("_")):
         expected, method = inspect.getattr_static(protocol, name), getattr(implementation, name)
         if inspect.isfunction(expected):
@@ -69,14 +69,7 @@ def test_operations_have_signatures_of_protocol(protocol: type, implementation: 
     ("shape", "axis"), [((40, 7), -1), ((5, 6, 7), -1), ((5, 6, 7), 1), ((3, 6, 2, 2, 2, 2), 1)]
 )
 @pytest.mark.parametrize("beta", [0.0, 0.5])
-def test_second_moment_equals_numpy_backend(
-    backend: CupyBackend,
-    shape: tuple[int, ...],
-    axis: int,
-    homogeneous: bool,
-    beta: float,
-    dtype: type,
-) -> None:
+def test_second_moment_equals_numpy_backend(backend, shape, axis, homogeneous, beta, dtype):
     x = np.random.default_rng(0).normal(size=shape).astype(dtype)
     wanted = spd(shape[axis] + homogeneous, dtype)
     found = backend.asarray(wanted if beta else np.full_like(wanted, np.nan)).copy()
@@ -95,7 +88,7 @@ PAIRS = [
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64, np.float16, ml_dtypes.bfloat16])
 @pytest.mark.parametrize("case", [*STRIDED[::25], *CORNERS[:4], *PAIRS], ids=str)
-def test_patch_moments_equal_numpy_backend(backend: CupyBackend, case: Case, dtype: type) -> None:
+def test_patch_moments_equal_numpy_backend(backend, case, dtype):
     x = case.images().astype(dtype)
     equal(
         backend, backend.patches(backend.asarray(x), case.window), NUMPY.patches(x, case.window), 0
@@ -111,9 +104,7 @@ def test_patch_moments_equal_numpy_backend(backend: CupyBackend, case: Case, dty
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("side", [1, 5, 40])
-def test_inverses_and_roots_equal_numpy_backend(
-    backend: CupyBackend, side: int, dtype: type
-) -> None:
+def test_inverses_and_roots_equal_numpy_backend(backend, side, dtype):
     matrix = spd(side, dtype)
     on_device = backend.asarray(matrix)
     tolerance = {np.float32: 1e-6, np.float64: 1e-12}[dtype]  # computed in float64, then rounded
@@ -126,24 +117,20 @@ def test_inverses_and_roots_equal_numpy_backend(
 
 
 @pytest.mark.parametrize("name", ["damped_inverse", "damped_cholesky"])
-def test_matrix_indefinite_by_rounding_receives_more_damping(
-    backend: CupyBackend, name: str
-) -> None:
+def test_matrix_indefinite_by_rounding_receives_more_damping(backend, name):
     matrix = np.diag([1.0, -1e-5]).astype(np.float32)
     found = OPERATIONS[name](backend, backend.asarray(matrix), 1e-6)
     equal(backend, found, OPERATIONS[name](NUMPY, matrix, 1e-6), 1e-5)
 
 
 @pytest.mark.parametrize("name", ["damped_inverse", "damped_cholesky"])
-def test_negative_eigenvalues_of_indefinite_matrix_become_zero(
-    backend: CupyBackend, name: str
-) -> None:
+def test_negative_eigenvalues_of_indefinite_matrix_become_zero(backend, name):
     matrix = np.diag([1.0, -3.0, 2.0]).astype(np.float32)
     found = OPERATIONS[name](backend, backend.asarray(matrix), 1e-3)
     equal(backend, found, OPERATIONS[name](NUMPY, matrix, 1e-3), 1e-6)
 
 
-def test_eighs_returns_eigenvectors(backend: CupyBackend) -> None:
+def test_eighs_returns_eigenvectors(backend):
     matrix = spd(20, np.float32)
     values, vectors = (
         backend.to_numpy(a) for a in backend.linalg.eighs([backend.asarray(matrix)])[0]
@@ -154,7 +141,7 @@ def test_eighs_returns_eigenvectors(backend: CupyBackend) -> None:
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_nonfinite_operands_raise_error(backend: CupyBackend, bad: float) -> None:
+def test_nonfinite_operands_raise_error(backend, bad):
     matrix = spd(4, np.float32)
     norm = float((matrix.astype(np.float64) ** 2).sum())
     assert backend.squared_norms([backend.asarray(matrix)]) == [pytest.approx(norm, 1e-6)]
@@ -165,7 +152,7 @@ def test_nonfinite_operands_raise_error(backend: CupyBackend, bad: float) -> Non
         damped_inverse(backend, on_device, 0.1)
 
 
-def test_invalid_operands_raise_errors_of_numpy_backend(backend: CupyBackend) -> None:
+def test_invalid_operands_raise_errors_of_numpy_backend(backend):
     with pytest.raises(ShapeError, match="square"):
         damped_inverse(backend, backend.asarray(np.ones((2, 3), np.float32)), 0.1)
     with pytest.raises(InputError, match="damping"):
@@ -179,7 +166,7 @@ def test_invalid_operands_raise_errors_of_numpy_backend(backend: CupyBackend) ->
         backend.second_moment(backend.asarray(np.ones((5, 4), np.float32)), out)
 
 
-def test_second_moment_copies_nothing_to_host(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_second_moment_copies_nothing_to_host(monkeypatch):
     cupy_standin.install(monkeypatch)
     backend = CupyBackend(scratch_bytes=8 << 20)
     x = backend.asarray(np.ones((2, 3, 5, 5), np.float32))

@@ -30,31 +30,31 @@ LARGE = device.STACKED_SIZE + 3
 
 
 @pytest.fixture
-def backend(monkeypatch: pytest.MonkeyPatch) -> CupyBackend:
+def backend(monkeypatch):
     """On the stand-in, which must compile its probe: a device is asked in ``make test-gpu``."""
     cupy_standin.begin("stand-in", monkeypatch)
     return CupyBackend(scratch_bytes=64 << 20)
 
 
 @pytest.fixture(params=cupy_standin.KINDS)
-def either(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> CupyBackend:
+def either(request, monkeypatch):
     cupy_standin.begin(request.param, monkeypatch)
     return CupyBackend(scratch_bytes=64 << 20)
 
 
-def spd(side: int, seed: int, dtype: type = np.float32) -> np.ndarray:
+def spd(side, seed, dtype=np.float32):
     root = np.random.default_rng(seed).normal(size=(side, side))
     return (root @ root.T / side + 0.5 * np.eye(side)).astype(dtype)
 
 
-def mixed() -> list[np.ndarray]:
+def mixed():
     """Equal and different sides and types, in no order."""
     sides = [7, 3, 7, 1, LARGE, 7, 3, LARGE]
     types = [np.float32, np.float32, np.float64, np.float32, np.float32, np.float32, *[float] * 2]
     return [spd(s, i, t) for i, (s, t) in enumerate(zip(sides, types, strict=True))]
 
 
-def close(backend: CupyBackend, found: object, wanted: np.ndarray) -> None:
+def close(backend, found, wanted):
     host = backend.to_numpy(found)
     assert host.dtype == wanted.dtype
     scale = np.abs(wanted).max()
@@ -62,7 +62,7 @@ def close(backend: CupyBackend, found: object, wanted: np.ndarray) -> None:
 
 
 @pytest.mark.parametrize("name", ["damped_inverse", "damped_cholesky"])
-def test_batched_results_equal_single_results(either: CupyBackend, name: str) -> None:
+def test_batched_results_equal_single_results(either, name):
     hosts, dampings = mixed(), list(np.geomspace(1e-3, 1, 8))
     found = OPERATIONS[f"{name}s"](either, [either.asarray(m) for m in hosts], dampings)
     for result, host, damping in zip(found, hosts, dampings, strict=True):
@@ -70,14 +70,14 @@ def test_batched_results_equal_single_results(either: CupyBackend, name: str) ->
         assert result.flags.c_contiguous
 
 
-def test_batched_triangular_inverses_equal_single_inverses(either: CupyBackend) -> None:
+def test_batched_triangular_inverses_equal_single_inverses(either):
     hosts = [np.tril(matrix) for matrix in mixed()]
     found = either.linalg.triangular_inverses([either.asarray(host) for host in hosts])
     for result, host in zip(found, hosts, strict=True):
         close(either, result, triangular_inverse(NUMPY, host))
 
 
-def test_eighs_diagonalises_matrices_and_stacks(either: CupyBackend) -> None:
+def test_eighs_diagonalises_matrices_and_stacks(either):
     stack = np.stack([spd(5, seed) for seed in range(4)])
     hosts = [spd(9, 7), stack, spd(5, 8)]
     for (values, vectors), host in zip(
@@ -92,9 +92,7 @@ def test_eighs_diagonalises_matrices_and_stacks(either: CupyBackend) -> None:
 
 @pytest.mark.parametrize("count", [1, 20])
 @pytest.mark.parametrize("name", ["damped_inverses", "damped_choleskys"])
-def test_positive_definite_matrices_need_one_device_read(
-    backend: CupyBackend, name: str, count: int
-) -> None:
+def test_positive_definite_matrices_need_one_device_read(backend, name, count):
     matrices = [backend.asarray(spd(3 + i % 4, i)) for i in range(count)]
     cupy_standin.COUNTS.clear()
     OPERATIONS[name](backend, matrices, [0.1] * count)
@@ -102,7 +100,7 @@ def test_positive_definite_matrices_need_one_device_read(
     assert cupy_standin.COUNTS["reads"] == 0
 
 
-def test_only_failed_matrices_are_retried(backend: CupyBackend, caplog) -> None:
+def test_only_failed_matrices_are_retried(backend, caplog):
     hosts = [spd(4, 0), np.diag([1.0, -1e-5, 1, 1]).astype(np.float32), spd(4, 1)]
     hosts += [np.diag([1.0, -3.0, 2.0, 1.0]).astype(np.float32)]
     matrices = [backend.asarray(host) for host in hosts]
@@ -120,14 +118,14 @@ def test_only_failed_matrices_are_retried(backend: CupyBackend, caplog) -> None:
         np.testing.assert_allclose(backend.to_numpy(result), close_to, rtol=0, atol=1e-5 * scale)
 
 
-def conditioned(side: int, condition: float, seed: int) -> np.ndarray:
+def conditioned(side, condition, seed):
     """A positive definite float32 matrix of about this condition, without structure."""
     Q, _ = np.linalg.qr(np.random.default_rng(seed).normal(size=(side, side)))
     found = ((Q * np.geomspace(1, 1 / condition, side)) @ Q.T).astype(np.float32)
     return np.tril(found) + np.tril(found, -1).T
 
 
-def lapack_inverse(matrix: np.ndarray) -> np.ndarray:
+def lapack_inverse(matrix):
     lower, code = lapack.dpotrf(matrix.astype(np.float64), lower=1)
     assert code == 0
     found, code = lapack.dpotri(lower, lower=1)
@@ -152,9 +150,7 @@ RECURSIVE_ERRORS = {1e0: 1e-13, 1e3: 1e-12, 1e6: 5e-9, 1e7: 1e-7, 1e8: 3e-6}
         (577, [1e6]),
     ],
 )
-def test_recursive_inverse_equals_lapack(
-    either: CupyBackend, side: int, conditions: list[float]
-) -> None:
+def test_recursive_inverse_equals_lapack(either, side, conditions):
     hosts = [conditioned(side, condition, seed) for seed, condition in enumerate(conditions)]
     work = either.asarray(np.stack(hosts).astype(np.float64))
     codes = recursive_inverse.invert(either.device, work)
@@ -165,7 +161,7 @@ def test_recursive_inverse_equals_lapack(
         np.testing.assert_allclose(found, wanted, rtol=0, atol=bound)
 
 
-def test_indefinite_matrix_has_code_and_spares_its_batch(either: CupyBackend) -> None:
+def test_indefinite_matrix_has_code_and_spares_its_batch(either):
     hosts = np.stack([conditioned(300, 10, seed) for seed in range(4)]).astype(np.float64)
     wanted = [lapack_inverse(host) for host in hosts]
     # The first minor that is not positive: in the first leaf, in the second, at a NaN in the last.
@@ -177,7 +173,7 @@ def test_indefinite_matrix_has_code_and_spares_its_batch(either: CupyBackend) ->
     np.testing.assert_allclose(either.to_numpy(work)[3], wanted[3], rtol=0, atol=1e-11)
 
 
-def test_equal_sizes_share_launches_within_announced_memory(backend: CupyBackend) -> None:
+def test_equal_sizes_share_launches_within_announced_memory(backend):
     hosts = [spd(LARGE, seed) for seed in range(8)]
     matrices = [backend.asarray(host) for host in hosts]
     backend.linalg._batches._scratch_bytes = 0  # the largest matrix determines the memory
@@ -192,7 +188,7 @@ def test_equal_sizes_share_launches_within_announced_memory(backend: CupyBackend
     assert cupy_standin.COUNTS["launches"] == 3 * (3 + 2 * 2 + 3)
 
 
-def test_recursive_inverse_allocates_a_third_of_its_matrices(backend: CupyBackend) -> None:
+def test_recursive_inverse_allocates_a_third_of_its_matrices(backend):
     side = 1100
     work = backend.asarray(np.eye(side)[None])
     cupy_standin.memory.limit = 8 * side**2 * 36 // 100
@@ -200,7 +196,7 @@ def test_recursive_inverse_allocates_a_third_of_its_matrices(backend: CupyBacken
     np.testing.assert_array_equal(backend.to_numpy(work)[0], np.eye(side))
 
 
-def test_double_precision_is_inverted_by_cholesky(backend: CupyBackend) -> None:
+def test_double_precision_is_inverted_by_cholesky(backend):
     """Their damping is far below the rounding of float32, so their conditions have no bound."""
     rng = np.random.default_rng(0)
     Q, _ = np.linalg.qr(rng.normal(size=(LARGE, LARGE)))
@@ -214,7 +210,7 @@ def test_double_precision_is_inverted_by_cholesky(backend: CupyBackend) -> None:
     assert standin_solvers.CALLS == {"dpotrf": 1}
 
 
-def test_standin_detects_missing_stream_synchronization(backend: CupyBackend) -> None:
+def test_standin_detects_missing_stream_synchronization(backend):
     stream = standin_streams.Stream(non_blocking=True)
     with stream:
         x = backend.xp.ones(3)
@@ -224,7 +220,7 @@ def test_standin_detects_missing_stream_synchronization(backend: CupyBackend) ->
     np.testing.assert_array_equal(backend.to_numpy(x), 1)
 
 
-def test_nonfinite_matrix_error_names_matrix(backend: CupyBackend) -> None:
+def test_nonfinite_matrix_error_names_matrix(backend):
     good, bad = spd(4, 0), spd(4, 1)
     bad[2, 1] = np.nan
     matrices = [backend.asarray(m) for m in (good, bad, good)]
@@ -237,9 +233,7 @@ def test_nonfinite_matrix_error_names_matrix(backend: CupyBackend) -> None:
         backend.linalg.begin_damped_inverses(matrices[:1], [np.nan])()
 
 
-def test_inaccurate_eigenvectors_raise_error(
-    backend: CupyBackend, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_inaccurate_eigenvectors_raise_error(backend, monkeypatch):
     monkeypatch.setattr(linear_algebra, "_EIGEN_ROUNDING", 0.0)
     with pytest.raises(BackendError, match="eigenvectors"):
         backend.linalg.eighs([backend.asarray(spd(5, 0))])
@@ -248,7 +242,7 @@ def test_inaccurate_eigenvectors_raise_error(
 # -- memory ----------------------------------------------------------------------------------------
 
 
-def test_batch_above_memory_is_split(backend: CupyBackend) -> None:
+def test_batch_above_memory_is_split(backend):
     hosts = [spd(40, seed) for seed in range(64)]
     matrices = [backend.asarray(host) for host in hosts]
     # Half of the stack: 64 matrices in float64 take 800 kB.
@@ -259,7 +253,7 @@ def test_batch_above_memory_is_split(backend: CupyBackend) -> None:
         close(backend, result, damped_inverse(NUMPY, host, 0.1))
 
 
-def test_memory_error_for_one_matrix_lists_sizes(backend: CupyBackend) -> None:
+def test_memory_error_for_one_matrix_lists_sizes(backend):
     matrix = backend.asarray(spd(64, 0))
     cupy_standin.memory.limit = 1000
     with pytest.raises(MemoryLimitError, match=r"GPU has 1\.07 of 8\.59 GB free"):
@@ -270,17 +264,17 @@ def test_memory_error_for_one_matrix_lists_sizes(backend: CupyBackend) -> None:
 
 
 @pytest.fixture
-def small_roots(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_roots(monkeypatch):
     """Matrices of any side take the way of large ones."""
     monkeypatch.setattr(inverse_roots, "LEAST_SIZES", {80: 2, 90: 2, 100: 2})
 
 
-def root(matrix: np.ndarray, damping: float, degree: int) -> np.ndarray:
+def root(matrix, damping, degree):
     values, Q = np.linalg.eigh(matrix.astype(np.float64))
     return ((Q * (values + damping) ** (-1 / degree)) @ Q.T).astype(np.float32)
 
 
-def test_inverse_roots_equal_eigenvector_roots(either: CupyBackend, small_roots: None) -> None:
+def test_inverse_roots_equal_eigenvector_roots(either, small_roots):
     hosts = [spd(side, side) for side in (5, 9, 5, 30)]
     dampings, degrees = [1e-1, 1e-3, 1.0, 1e-2], [2, 4, 4, 2]
     found = either.linalg.inverse_roots([either.asarray(host) for host in hosts], dampings, degrees)
@@ -289,9 +283,7 @@ def test_inverse_roots_equal_eigenvector_roots(either: CupyBackend, small_roots:
             close(either, result, root(host, damping, degree))
 
 
-def test_inverse_roots_read_device_once_for_any_number(
-    backend: CupyBackend, small_roots: None
-) -> None:
+def test_inverse_roots_read_device_once_for_any_number(backend, small_roots):
     for count in (1, 12):
         matrices = [backend.asarray(spd(3 + i % 4, i)) for i in range(count)]
         cupy_standin.COUNTS.clear()
@@ -302,7 +294,7 @@ def test_inverse_roots_read_device_once_for_any_number(
 
 
 @pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered")
-def test_inverse_root_is_none_without_convergence(backend: CupyBackend, small_roots: None) -> None:
+def test_inverse_root_is_none_without_convergence(backend, small_roots):
     indefinite = np.diag([1.0, -0.5, 1.0]).astype(np.float32)
     singular = np.diag([1.0, 0.0, 1.0]).astype(np.float32)
     cases = [(indefinite, 0.1), (singular, 1e-30), (singular, 0.0), (spd(3, 0, np.float64), 0.1)]
@@ -311,7 +303,7 @@ def test_inverse_root_is_none_without_convergence(backend: CupyBackend, small_ro
     assert found == [None] * 4
 
 
-def test_small_matrices_and_slow_devices_use_eigenvectors(backend: CupyBackend) -> None:
+def test_small_matrices_and_slow_devices_use_eigenvectors(backend):
     matrix = backend.asarray(spd(LARGE, 0))
     assert backend.linalg.inverse_roots([backend.asarray(spd(8, 0))], [0.1], [2]) == [None]
     assert backend.linalg.inverse_roots([matrix], [0.1], [2])[0] is not None

@@ -1,7 +1,5 @@
 """Many factors refreshed at once: each as alone, all or none, the device read for all at once."""
 
-from collections.abc import Callable, Sequence
-
 import numpy as np
 import pytest
 
@@ -9,7 +7,6 @@ import kfac_engine as ke
 from kfac_engine.backend.cpu.backend import NumpyBackend
 from kfac_engine.backend.cpu.linear_algebra import NumpyLinearAlgebra
 from kfac_engine.backend.cuda.backend import CupyBackend
-from kfac_engine.backend.protocol import Backend
 from kfac_engine.curvature.factors.base import refresh
 from kfac_engine.curvature.factors.dense import DenseSquareMatrixFactor
 from kfac_engine.curvature.factors.statistics import KroneckerMoment
@@ -25,11 +22,11 @@ class CountingAlgebra(NumpyLinearAlgebra):
 
     calls: list[tuple[str, int]]
 
-    def begin_damped_inverses(self, matrices: Sequence, dampings: Sequence) -> Callable[[], list]:
+    def begin_damped_inverses(self, matrices, dampings):
         self.calls.append(("inverses", len(matrices)))
         return super().begin_damped_inverses(matrices, dampings)
 
-    def eighs(self, matrices: Sequence) -> list:
+    def eighs(self, matrices):
         self.calls.append(("eighs", len(matrices)))
         return super().eighs(matrices)
 
@@ -37,13 +34,13 @@ class CountingAlgebra(NumpyLinearAlgebra):
 class Counting(NumpyBackend):
     """Backend with a record of the calls of its linear algebra."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self._linalg = CountingAlgebra(self.workers, self.scratch_bytes)
         self.calls = self._linalg.calls = []
 
 
-def factors(backend: Backend, exps: Sequence[float]) -> list[DenseSquareMatrixFactor]:
+def factors(backend, exps):
     made = []
     for index, side in enumerate(SIDES):
         statistic = KroneckerMoment((((f"x{index}",),),), RowView())
@@ -57,7 +54,7 @@ def factors(backend: Backend, exps: Sequence[float]) -> list[DenseSquareMatrixFa
 
 
 @pytest.mark.parametrize("exps", [(-1,), (-1, -0.5), (0.5,)])
-def test_together_they_are_as_each_alone(exps: tuple[float, ...]) -> None:
+def test_together_they_are_as_each_alone(exps):
     backend = Counting()
     together, alone = factors(backend, exps), factors(NumpyBackend(), exps)
     refresh(together, backend)
@@ -68,7 +65,7 @@ def test_together_they_are_as_each_alone(exps: tuple[float, ...]) -> None:
             np.testing.assert_array_equal(found, wanted)
 
 
-def test_nothing_is_stored_where_one_of_them_fails() -> None:
+def test_nothing_is_stored_where_one_of_them_fails():
     made = factors(NumpyBackend(), (-1,))
     refresh(made, made[0].backend)
     before = [dict(factor.stored) for factor in made]
@@ -84,7 +81,7 @@ def test_nothing_is_stored_where_one_of_them_fails() -> None:
 
 
 @pytest.mark.parametrize("above", [np.nan, 7.0])
-def test_inverses_and_roots_are_those_of_the_lower_triangles(above: float) -> None:
+def test_inverses_and_roots_are_those_of_the_lower_triangles(above):
     made, as_expected = factors(NumpyBackend(), (-1,)), factors(NumpyBackend(), (-1,))
     for factor in made:
         factor.register_cholesky(lambda: 0.5)
@@ -99,7 +96,7 @@ def test_inverses_and_roots_are_those_of_the_lower_triangles(above: float) -> No
             np.testing.assert_array_equal(found, wanted)
 
 
-def test_a_factor_without_an_average_is_named() -> None:
+def test_a_factor_without_an_average_is_named():
     made = factors(NumpyBackend(), (-1,))
     empty = DenseSquareMatrixFactor(KroneckerMoment(((("y",),),), RowView()))
     empty.register_matpower(-1, lambda: 0.1)
@@ -107,7 +104,7 @@ def test_a_factor_without_an_average_is_named() -> None:
         refresh([*made, empty], made[0].backend)
 
 
-def test_dampings_depend_on_the_traces_of_the_current_averages() -> None:
+def test_dampings_depend_on_the_traces_of_the_current_averages():
     collection = ke.LayerCollection(backend="numpy")
     collection.register_normal_predictive_distribution("z", name="loss")
     collection.register_fully_connected("w", "a", "z")
@@ -127,9 +124,7 @@ def test_dampings_depend_on_the_traces_of_the_current_averages() -> None:
 
 
 @pytest.mark.parametrize("exps", [(-1,), (-0.5,)])
-def test_the_device_is_read_as_often_for_many_layers_as_for_one(
-    exps: tuple[float, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_device_is_read_as_often_for_many_layers_as_for_one(exps, monkeypatch):
     cupy_standin.install(monkeypatch)
     counts = []
     for layers in (1, 7):

@@ -1,7 +1,5 @@
 """Constants that a file states to be no parameters are not trained, unless the user names them."""
 
-from typing import Any
-
 import numpy as np
 import onnx
 import pytest
@@ -11,7 +9,6 @@ import kfac_engine as ke
 from kfac_engine.graph.analysis.trainable import excluded_reason, trainable_parameters
 from kfac_engine.graph.load import load_graph
 from kfac_engine.graph.passes.decompose import _LINEAR_MODELS, _STATISTICS
-from kfac_engine.graph.structure import Graph
 from tests import oracle
 from tests.models import one_operator
 
@@ -22,13 +19,7 @@ SIGNATURE = "pkg.torch.export.ExportedProgram.graph_signature"
 BODY = "h = Sub (x, mean)  p = MatMul (h, w)  y = Add (p, b)"
 
 
-def torch_file(
-    body: str = BODY,
-    kinds: dict[str, str] | None = None,
-    folded: dict[str, list[str]] | None = None,
-    signature: str = "",
-    shapes: dict[str, tuple[int, ...]] | None = None,
-) -> onnx.ModelProto:
+def torch_file(body=BODY, kinds=None, folded=None, signature="", shapes=None):
     """A file with the metadata of the newer exporter of PyTorch."""
     shapes = {"w": (3, 2), "mean": (3,), "b": (2,)} | (shapes or {})
     model = parser.parse_model(
@@ -50,7 +41,7 @@ def torch_file(
     return model
 
 
-def lines(*entries: str) -> str:
+def lines(*entries):
     """A signature, as the exporter writes it."""
     listed = "\n".join(f"t{i}: {entry}" for i, entry in enumerate(entries))
     return f"\n# inputs\n{listed}\nx: USER_INPUT\n\n# outputs\ny: USER_OUTPUT\n"
@@ -115,7 +106,7 @@ STATED = {
 
 
 @pytest.mark.parametrize(("model", "words"), STATED.values(), ids=STATED)
-def test_statement_of_the_file_decides(model: onnx.ModelProto, words: str | None) -> None:
+def test_statement_of_the_file_decides(model, words):
     graph = load_graph(model)
     reason = excluded_reason(graph, "mean")
     assert (reason is None) if words is None else words in str(reason)
@@ -134,7 +125,7 @@ CALLS = {
 
 
 @pytest.mark.parametrize(("call", "apart"), CALLS.values(), ids=CALLS)
-def test_buffer_that_was_merged_with_a_parameter_is_a_constant_of_its_own(call, apart) -> None:
+def test_buffer_that_was_merged_with_a_parameter_is_a_constant_of_its_own(call, apart):
     body = "p = MatMul (x, w)  s = Add (p, b)  y = Mul (s, b)"
     model = torch_file(body, PARAMETERS, signature=MERGED)
     mean = next(entry for entry in model.graph.initializer if entry.name == "mean")
@@ -177,7 +168,7 @@ LEARNED = {
 }  # fmt: skip
 
 
-def learned(row: str, kind: str = "PARAMETER", **metadata: Any) -> onnx.ModelProto:
+def learned(row, kind="PARAMETER", **metadata):
     body, shape = LEARNED[row]
     shapes = {"f": shape, "v": (3, 3), "u": (1, 2, 3), "r": (1, 2, 2)}
     model = torch_file(body, {"w": "PARAMETER", "f": kind}, shapes=shapes, **metadata)
@@ -193,7 +184,7 @@ def learned(row: str, kind: str = "PARAMETER", **metadata: Any) -> onnx.ModelPro
 
 
 @pytest.mark.parametrize("row", LEARNED)
-def test_numbers_that_the_file_calls_parameters_are_trained(row: str) -> None:
+def test_numbers_that_the_file_calls_parameters_are_trained(row):
     """The gradient is that of differences of the loss."""
     model = learned(row)
     assert "f" in trainable_parameters(load_graph(model))
@@ -210,12 +201,12 @@ def test_numbers_that_the_file_calls_parameters_are_trained(row: str) -> None:
 
 @pytest.mark.parametrize("row", LEARNED)
 @pytest.mark.parametrize("kind", ["", "BUFFER", "CONSTANT_TENSOR"])
-def test_numbers_that_the_file_does_not_call_parameters_are_not_trained(row, kind) -> None:
+def test_numbers_that_the_file_does_not_call_parameters_are_not_trained(row, kind):
     trained = "f" in trainable_parameters(load_graph(learned(row, kind)))
     assert trained == (not kind and row in {"logit_scale", "exponent_of_a_pooling"})
 
 
-def test_a_parameter_that_is_read_like_an_attribute_is_not_trained() -> None:
+def test_a_parameter_that_is_read_like_an_attribute_is_not_trained():
     body = "e = Range (zero, three, f)  h = Mul (x, e)  g = Mul (h, f)  y = MatMul (g, w)"
     model = torch_file(body, {"w": "PARAMETER", "f": "PARAMETER"}, shapes={"f": ()})
     values = {"f": 1.0, "zero": 0.0, "three": 3.0}
@@ -228,7 +219,7 @@ def test_a_parameter_that_is_read_like_an_attribute_is_not_trained() -> None:
     assert "step of a range" in str(excluded_reason(load_graph(model), "f"))
 
 
-def test_a_parameter_of_which_the_exporter_has_computed_a_function_is_not_trained() -> None:
+def test_a_parameter_of_which_the_exporter_has_computed_a_function_is_not_trained():
     """The function, such as the inverse of an exponent, would not follow it."""
     model = learned("factor", folded={"w": ["f"]})
     assert "f" not in trainable_parameters(load_graph(model))
@@ -244,12 +235,12 @@ def test_a_parameter_that_was_merged_with_a_number_of_the_code_is_not_trained(ca
     assert ("f" in trainable_parameters(load_graph(model))) == trained
 
 
-def test_user_trains_a_buffer_by_name() -> None:
+def test_user_trains_a_buffer_by_name():
     graph = load_graph(STATED["buffer"][0])
     assert trainable_parameters(graph, ["mean", "w"]) == ("w", "mean")
 
 
-def test_training_leaves_buffers_unchanged(tmp_path) -> None:
+def test_training_leaves_buffers_unchanged(tmp_path):
     engine = ke.Engine.from_onnx(STATED["buffer"][0], loss="categorical")
     rng = np.random.default_rng(1)
     data = rng.normal(size=(16, 3)).astype(np.float32), rng.integers(0, 2, 16)
@@ -263,7 +254,7 @@ def test_training_leaves_buffers_unchanged(tmp_path) -> None:
     assert not np.array_equal(stored["w"], before["w"])
 
 
-def test_file_of_buffers_only_says_how_to_train_them() -> None:
+def test_file_of_buffers_only_says_how_to_train_them():
     kinds = dict.fromkeys(("w", "b", "mean"), "BUFFER")
     with pytest.raises(ke.ModelError, match=r"'w' is a buffer of the module.*trainable="):
         trainable_parameters(load_graph(torch_file(kinds=kinds)))
@@ -272,7 +263,7 @@ def test_file_of_buffers_only_says_how_to_train_them() -> None:
 # -- scikit-learn ----------------------------------------------------------------------------------
 
 
-def sklearn_file(names: dict[str, str], producer: str = "skl2onnx") -> Graph:
+def sklearn_file(names, producer="skl2onnx"):
     """A transformer of the features and a layer, whose constants have these names."""
     body = "h = Mul (x, {scale})  c = Add (h, {offset})  p = MatMul (c, {w})  y = Add (p, {b})"
     shapes = {"scale": (3,), "offset": (3,), "w": (3, 2), "b": (1, 2)}
@@ -297,7 +288,7 @@ NETWORK = {"scale": "Mu_Mulcst", "offset": "Ad_Addcst", "w": "coefficient", "b":
     ],
     ids=["network", "linear", "numbered", "unknown_estimator", "other_producer"],
 )  # fmt: skip
-def test_arrays_of_the_estimator_are_parameters(names, producer, trained) -> None:
+def test_arrays_of_the_estimator_are_parameters(names, producer, trained):
     graph = sklearn_file(names, producer)
     assert trainable_parameters(graph) == trained
     for name in set(names.values()) - set(trained):
@@ -322,7 +313,7 @@ CLASSICAL = {
 
 
 @pytest.mark.parametrize("op", CLASSICAL)
-def test_statistics_of_classical_operators_are_not_parameters(op: str) -> None:
+def test_statistics_of_classical_operators_are_not_parameters(op):
     attributes, trained = CLASSICAL[op]
     operands = {"places": np.array([2, 0])} if op == "ArrayFeatureExtractor" else {}
     results = ("label", "y") if op == "LinearClassifier" else ("y",)
@@ -337,5 +328,5 @@ def test_statistics_of_classical_operators_are_not_parameters(op: str) -> None:
         assert "measured from data" in str(excluded_reason(graph, f"node.{label}"))
 
 
-def test_each_classical_operator_has_a_row() -> None:
+def test_each_classical_operator_has_a_row():
     assert {name.partition("::")[2] for name in _LINEAR_MODELS} == set(CLASSICAL)

@@ -26,7 +26,7 @@ def graph():
     return load_graph(model)
 
 
-def by_hand(*nodes: Node):
+def by_hand(*nodes):
     return Graph(nodes, (), (), {}, 18)
 
 

@@ -14,7 +14,7 @@ from tests import models
 LOWEST = np.finfo(np.float32).min
 
 
-def graph_of(body: str, inputs: str = "float[N,3] x", **constants: object) -> Graph:
+def graph_of(body, inputs="float[N,3] x", **constants):
     """Operator set 18 with input ``x``, output ``y`` and these constants: float32 or int64."""
     model = parser.parse_model(
         f'<ir_version: 8, opset_import: ["": 18]> m ({inputs}) => (float[] y) {{ {body} }}'
@@ -37,7 +37,7 @@ SETTINGS = {
 
 
 @pytest.mark.parametrize("name", models.MODELS)
-def test_parameters_are_exactly_weights(name: str) -> None:
+def test_parameters_are_exactly_weights(name):
     model = models.MODELS[name]()
     stored = [entry.name for entry in model.graph.initializer]
     expected = [entry for entry in stored if entry not in SETTINGS.get(name, set())]
@@ -145,12 +145,12 @@ KEPT = {
 
 
 @pytest.mark.parametrize(("body", "constants", "words"), EXCLUDED.values(), ids=EXCLUDED)
-def test_setting_has_excluded_reason(body: str, constants, words: str) -> None:
+def test_setting_has_excluded_reason(body, constants, words):
     assert words in excluded_reason(graph_of(body, **constants), "c")
 
 
 @pytest.mark.parametrize(("body", "constants"), KEPT.values(), ids=KEPT)
-def test_weight_is_parameter(body: str, constants) -> None:
+def test_weight_is_parameter(body, constants):
     assert excluded_reason(graph_of(body, **constants), "c") is None
 
 
@@ -161,7 +161,7 @@ ATTENTION = """r = Sqrt ({0})  q = Mul (x, r)  s = Sqrt ({0})  t = Mul (x, s)  k
     y = MatMul (q, k)"""
 
 
-def in_a_file(body: str, name: str, value) -> Graph:
+def in_a_file(body, name, value):
     """A file with this constant, whose name the parser of texts would refuse."""
     model = parser.parse_model(
         f'<ir_version: 8, opset_import: ["": 18]> m (float[N,3] x) => (float[] y)'
@@ -186,7 +186,7 @@ def in_a_file(body: str, name: str, value) -> Graph:
         "r = Sqrt ({0})  h = Mul (x, {0})  y = Mul (h, r)",
     ],
 )
-def test_number_of_exporter_is_not_a_parameter(name: str, body: str) -> None:
+def test_number_of_exporter_is_not_a_parameter(name, body):
     graph = in_a_file(body, name, 0.125)
     assert "a number of the exporter (" in excluded_reason(graph, name)
     assert trainable_parameters(graph, [name]) == (name,)
@@ -205,7 +205,7 @@ def test_number_of_exporter_is_not_a_parameter(name: str, body: str) -> None:
         ("val_1", "r = Exp ({0})  p = PRelu (x, {0})  y = Mul (p, r)", 0.25),
     ],
 )
-def test_number_of_a_module_is_a_parameter(name: str, body: str, value) -> None:
+def test_number_of_a_module_is_a_parameter(name, body, value):
     assert excluded_reason(in_a_file(body, name, value), name) is None
 
 
@@ -214,7 +214,7 @@ SCATTERED = """h = ConstantOfShape <value = float[1] {{{0}}}> (n)
 
 
 @pytest.mark.parametrize("number", [0, 1])
-def test_constant_filled_with_zeros_or_ones_is_not_parameter(number: int) -> None:
+def test_constant_filled_with_zeros_or_ones_is_not_parameter(number):
     """A sparse matrix whose entries the file stores, as of a bank of filters."""
     constants = {"n": [9], "at": [0, 4, 8], "w": [0.5, 0.25, 0.125], "side": [3, 3]}
     graph = graph_of(SCATTERED.format(number), **constants)
@@ -223,12 +223,12 @@ def test_constant_filled_with_zeros_or_ones_is_not_parameter(number: int) -> Non
     assert trainable_parameters(graph, ["h"]) == ("h",)
 
 
-def test_filled_weight_of_stripped_file_is_parameter() -> None:
+def test_filled_weight_of_stripped_file_is_parameter():
     body = "c = ConstantOfShape <value = float[1] {0.02}> (n)  y = MatMul (x, c)"
     assert trainable_parameters(graph_of(body, n=[3, 2])) == ("c",)
 
 
-def test_weight_read_in_branch_is_parameter() -> None:
+def test_weight_read_in_branch_is_parameter():
     graph = graph_of(
         "y = If (b) <then_branch = t () => (float[] a) { a = Mul (x, c) },"
         "            else_branch = e () => (float[] a) { a = Identity (x) }>",
@@ -238,7 +238,7 @@ def test_weight_read_in_branch_is_parameter() -> None:
     assert excluded_reason(graph, "c") is None
 
 
-def test_settings_table_ignores_other_domains() -> None:
+def test_settings_table_ignores_other_domains():
     model = parser.parse_model(
         '<ir_version: 8, opset_import: ["": 18, "own": 1]>'
         "m (float[3] x) => (float[] y) <float[3] c = {1, 2, 3}> { y = own.Clip (x, c) }"
@@ -246,7 +246,7 @@ def test_settings_table_ignores_other_domains() -> None:
     assert excluded_reason(load_graph(model), "c") is None
 
 
-def test_excluded_reason_of_unknown_name_raises_error() -> None:
+def test_excluded_reason_of_unknown_name_raises_error():
     with pytest.raises(UnknownNameError, match="'ghost'"):
         excluded_reason(load_graph(models.mlp()), "ghost")
 
@@ -262,33 +262,33 @@ def test_excluded_reason_of_unknown_name_raises_error() -> None:
         (["fc[01].bias"], ("fc0.bias", "fc1.bias")),
     ],
 )
-def test_patterns_select_in_graph_order(patterns, expected) -> None:
+def test_patterns_select_in_graph_order(patterns, expected):
     assert trainable_parameters(load_graph(models.mlp()), patterns) == expected
 
 
-def test_patterns_override_excluded_reasons() -> None:
+def test_patterns_override_excluded_reasons():
     graph = load_graph(models.resnet_block())
     assert trainable_parameters(graph, ["bn0.running_mean"]) == ("bn0.running_mean",)
 
 
-def test_name_with_brackets_matches_itself() -> None:
+def test_name_with_brackets_matches_itself():
     graph = graph_of("y = MatMul (x, c)", c=np.ones((3, 2)))
     renamed = Graph(graph.nodes, graph.inputs, graph.outputs, {"w[0]": graph.constants["c"]}, 18)
     assert trainable_parameters(renamed, ["w[0]"]) == ("w[0]",)
 
 
 @pytest.mark.parametrize("pattern", ["ghost", "*.gamma", "axes"], ids=["name", "glob", "integers"])
-def test_unmatched_pattern_error_lists_names(pattern: str) -> None:
+def test_unmatched_pattern_error_lists_names(pattern):
     with pytest.raises(UnknownNameError, match=r"'.*'.*3: table, output\.weight, output\.bias"):
         trainable_parameters(load_graph(models.embedding()), [pattern])
 
 
-def test_model_without_parameters_raises_error() -> None:
+def test_model_without_parameters_raises_error():
     with pytest.raises(ModelError, match="no trainable parameter"):
         trainable_parameters(graph_of("y = Clip (x, c)", c=0.0))
 
 
-def test_empty_patterns_raise_error() -> None:
+def test_empty_patterns_raise_error():
     with pytest.raises(ModelError, match="no trainable parameter"):
         trainable_parameters(load_graph(models.mlp()), [])
 
@@ -308,7 +308,7 @@ NOT_FINITE = {
 
 
 @pytest.mark.parametrize(("body", "values"), NOT_FINITE.values(), ids=NOT_FINITE)
-def test_nonfinite_constants_are_not_parameters(body: str, values) -> None:
+def test_nonfinite_constants_are_not_parameters(body, values):
     graph = graph_of(body, c=values, w=[1.0, 2.0, 3.5])
     assert "c" not in trainable_parameters(graph)
     with pytest.raises(NonFiniteError, match=r"'c' contains NaN or infinity .*freeze"):
@@ -323,11 +323,11 @@ def test_nonfinite_constants_are_not_parameters(body: str, values) -> None:
         ([], ("fc0.weight", "fc0.bias", "fc1.weight", "fc1.bias", "fc2.weight", "fc2.bias")),
     ],
 )
-def test_frozen_names_are_excluded(freeze, expected) -> None:
+def test_frozen_names_are_excluded(freeze, expected):
     assert trainable_parameters(load_graph(models.mlp()), freeze=freeze) == expected
 
 
-def test_frozen_names_are_excluded_from_patterns() -> None:
+def test_frozen_names_are_excluded_from_patterns():
     found = trainable_parameters(load_graph(models.mlp()), ["fc1.*", "fc2.*"], "*.bias")
     assert found == ("fc1.weight", "fc2.weight")
 
@@ -339,14 +339,14 @@ def test_frozen_names_are_excluded_from_patterns() -> None:
         ("*", ModelError, "no parameter .* is left to train"),
     ],
 )
-def test_freeze_of_nothing_or_everything_raises_error(freeze, error, words) -> None:
+def test_freeze_of_nothing_or_everything_raises_error(freeze, error, words):
     with pytest.raises(error, match=words):
         trainable_parameters(load_graph(models.mlp()), freeze=freeze)
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("dtype", ["FLOAT16", "BFLOAT16", "FLOAT", "DOUBLE"])
-def test_nonfinite_weight_error_names_weight(value: float, dtype: str) -> None:
+def test_nonfinite_weight_error_names_weight(value, dtype):
     code = onnx.TensorProto.DataType.Value(dtype)
     weight = np.asarray([[1.0], [value], [2.0]]).astype(onnx.helper.tensor_dtype_to_np_dtype(code))
     graph = graph_of("y = MatMul (x, c)", c=np.ones((3, 1)))
@@ -355,14 +355,14 @@ def test_nonfinite_weight_error_names_weight(value: float, dtype: str) -> None:
         trainable_parameters(broken)
 
 
-def test_check_of_filled_weight_allocates_no_copy() -> None:
+def test_check_of_filled_weight_allocates_no_copy():
     graph = graph_of("y = MatMul (x, c)", c=np.ones((3, 1)))
     huge = np.broadcast_to(np.float32(0.1), (1 << 40, 1 << 10))
     filled = Graph(graph.nodes, graph.inputs, graph.outputs, {"c": huge}, graph.opset)
     assert trainable_parameters(filled) == ("c",)
 
 
-def test_pattern_selects_parameters_and_a_name_any_constant() -> None:
+def test_pattern_selects_parameters_and_a_name_any_constant():
     row = [1.0, 2.0, 3.0]
     body = "y = BatchNormalization (x, n_scale, n_bias, n_mean, n_var)"
     graph = graph_of(body, n_scale=row, n_bias=row, n_mean=row, n_var=row)

@@ -25,7 +25,7 @@ PLAIN = [
 QUANTIZED = [name for name, row in ROWS.items() if "q" in (row.whole or {})]
 
 
-def with_weights(model: onnx.ModelProto, values: dict[str, np.ndarray]) -> onnx.ModelProto:
+def with_weights(model, values):
     """A model with other values of initializers."""
     result = onnx.ModelProto()
     result.CopyFrom(model)
@@ -35,7 +35,7 @@ def with_weights(model: onnx.ModelProto, values: dict[str, np.ndarray]) -> onnx.
     return result
 
 
-def trained(model: onnx.ModelProto, seed: int = 5) -> onnx.ModelProto:
+def trained(model, seed=5):
     """A model whose adapters have random matrices."""
     rng = np.random.default_rng(seed)
     return with_weights(model, {
@@ -45,7 +45,7 @@ def trained(model: onnx.ModelProto, seed: int = 5) -> onnx.ModelProto:
     })  # fmt: skip
 
 
-def update(model: onnx.ModelProto, layer: str) -> np.ndarray:
+def update(model, layer):
     """The change of the weight of a layer, inputs by outputs, in float64."""
     A, B = (weights(model)[f"{layer}.lora_{part}"].astype(np.float64) for part in "AB")
     if A.ndim > 2 and A.shape[-1] == 1:  # filters
@@ -53,7 +53,7 @@ def update(model: onnx.ModelProto, layer: str) -> np.ndarray:
     return ALPHA / RANK * (A @ B)
 
 
-def assert_close(found: np.ndarray, truth: np.ndarray, tolerance: float = CLOSE) -> None:
+def assert_close(found, truth, tolerance=CLOSE):
     np.testing.assert_allclose(found, truth, rtol=tolerance, atol=tolerance * np.abs(truth).max())
 
 
@@ -132,7 +132,7 @@ def test_other_products_have_no_adapters():
         ke.add_adapters(ROWS[WITHOUT].model, 2, "w")
 
 
-def spelled(nodes: str, weights: dict[str, np.ndarray], inputs: str = "float[N,5] x", ir: int = 9):
+def spelled(nodes, weights, inputs="float[N,5] x", ir=9):
     """A file of nodes that compute ``y``."""
     model = parser.parse_model(
         f'<ir_version: {ir}, opset_import: ["": 18, "com.microsoft": 1]> '
@@ -148,7 +148,7 @@ def spelled(nodes: str, weights: dict[str, np.ndarray], inputs: str = "float[N,5
     return model
 
 
-def normal(*shape: int, seed: int = 0, dtype: str = "float32") -> np.ndarray:
+def normal(*shape, seed=0, dtype="float32"):
     return np.random.default_rng(seed).normal(size=shape).astype(dtype)
 
 

@@ -30,7 +30,7 @@ INSIDE = f"""{HEAD} <int64 m = {{2}}, bool on = {{1}}, float[2] e = {{3, 4}}> {{
   }}"""
 
 
-def test_weights_of_bodies_become_graph_constants() -> None:
+def test_weights_of_bodies_become_graph_constants():
     model = parser.parse_model(INSIDE)
     graph = load_graph(model)
     assert trainable_parameters(graph) == ("e", "a", "b")
@@ -49,7 +49,7 @@ SPELLED = {
 
 
 @pytest.mark.parametrize("spelling", SPELLED)
-def test_weights_of_bodies_have_formula_gradient_and_are_exported(spelling: str) -> None:
+def test_weights_of_bodies_have_formula_gradient_and_are_exported(spelling):
     model = parser.parse_model(SPELLED[spelling])
     loaded = load_model(model)
     assert trainable_parameters(loaded.graph) == ("e", "a", "b")
@@ -78,7 +78,7 @@ TWICE = f"""{HEAD} <float[2] k = {{1, 1}}> {{
   }}"""
 
 
-def test_weights_of_equal_names_are_distinct_and_not_exported() -> None:
+def test_weights_of_equal_names_are_distinct_and_not_exported():
     loaded = load_model(parser.parse_model(TWICE))
     constant_values = {name: array.tolist() for name, array in loaded.graph.constants.items()}
     assert constant_values == {"k": [1, 1], "y.w": [1, 2], "y.w_": [3, 4]}
@@ -86,7 +86,7 @@ def test_weights_of_equal_names_are_distinct_and_not_exported() -> None:
         export_files(loaded, {"y.w": np.zeros(2)}, "weights")
 
 
-def test_weight_returned_by_body_is_result_of_node() -> None:
+def test_weight_returned_by_body_is_result_of_node():
     text = f"""{HEAD} {{
         s = ReduceSum <keepdims = 0> (x)  c = Cast <to = 9> (s)
         y = If (c) <
@@ -100,7 +100,7 @@ def test_weight_returned_by_body_is_result_of_node() -> None:
         np.testing.assert_array_equal(found, expected)
 
 
-def test_loop_without_results_error_names_node() -> None:
+def test_loop_without_results_error_names_node():
     model = parser.parse_model(INSIDE)
     del model.graph.node[1].output[:]
     model.graph.node[0].output[0] = "y"
@@ -108,7 +108,7 @@ def test_loop_without_results_error_names_node() -> None:
         load_graph(model)
 
 
-def test_with_names_renames_captured_values() -> None:
+def test_with_names_renames_captured_values():
     graph = load_graph(parser.parse_model(INSIDE))
     subgraph = graph.nodes[1].attributes["body"]
     assert isinstance(subgraph, Subgraph)
@@ -129,7 +129,7 @@ ROLES = {
 
 
 @pytest.mark.parametrize("role", ROLES)
-def test_unchanged_loop_state_follows_body(role: str) -> None:
+def test_unchanged_loop_state_follows_body(role):
     text, reason = ROLES[role]
     graph = load_graph(
         parser.parse_model(
@@ -147,7 +147,7 @@ def test_unchanged_loop_state_follows_body(role: str) -> None:
         assert "an exponent" in str(excluded_reason(graph, "captured"))
 
 
-def test_weights_scanned_by_layer_are_parameters() -> None:
+def test_weights_scanned_by_layer_are_parameters():
     graph = load_graph(
         parser.parse_model(
             f"""{HEAD} <float[3,2,2] stack = {{1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12}},
@@ -162,7 +162,7 @@ def test_weights_scanned_by_layer_are_parameters() -> None:
     assert "initial value" in str(excluded_reason(graph, "start"))
 
 
-def test_weight_that_is_body_result_is_returned_by_body() -> None:
+def test_weight_that_is_body_result_is_returned_by_body():
     text = f"""{HEAD} <int64 m = {{2}}> {{
         k = ReduceSum (x)
         zero = Sub (k, k)

@@ -8,7 +8,7 @@ from kfac_engine.graph.load import load_graph
 from tests.graph.running import CLOSE, assert_same, run_graph, run_model
 
 
-def test_functions_are_inlined() -> None:
+def test_functions_are_inlined():
     model = parser.parse_model(
         """<ir_version: 8, opset_import: ["": 17, "own": 1]>
         m (float[2,3] x) => (float[2,3] y) { h = own.twice (x)  y = own.twice (h) }
@@ -21,7 +21,7 @@ def test_functions_are_inlined() -> None:
     np.testing.assert_array_equal(run_graph(graph, {"x": x})["y"], 4 * x)
 
 
-def test_inlined_functions_have_default_attributes() -> None:
+def test_inlined_functions_have_default_attributes():
     """Called from the graph, from another function and from a branch, with and without."""
     model = parser.parse_model(
         """<ir_version: 9, opset_import: ["": 17, "own": 1]>
@@ -64,7 +64,7 @@ BRANCHES = """<ir_version: 8, opset_import: ["": {opset}]>
 
 @pytest.mark.parametrize("opset", [11, 18])
 @pytest.mark.parametrize("condition", [0, 1])
-def test_branch_on_a_constant_is_folded(condition: int, opset: int) -> None:
+def test_branch_on_a_constant_is_folded(condition, opset):
     constant = f", bool c = {{{condition}}}"
     text = BRANCHES.format(opset=opset, inputs="", constants=constant)
     model = parser.parse_model(text)
@@ -74,7 +74,7 @@ def test_branch_on_a_constant_is_folded(condition: int, opset: int) -> None:
     assert_same(run_graph(graph, feeds), run_model(model.SerializeToString(), feeds), CLOSE)
 
 
-def test_branch_on_data_remains_node_with_captures() -> None:
+def test_branch_on_data_remains_node_with_captures():
     model = parser.parse_model(BRANCHES.format(opset=18, inputs=", bool c", constants=""))
     graph = load_graph(model)
     assert [node.op for node in graph.nodes] == ["If", "If"]

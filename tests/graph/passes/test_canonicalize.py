@@ -1,7 +1,5 @@
 """Old operator sets, as real files use them, keep their meaning."""
 
-from pathlib import Path
-
 import numpy as np
 import onnx
 import pytest
@@ -27,7 +25,7 @@ STORED_CLOSE = 1e-4
 
 @pytest.mark.parametrize("opset", [9, 11, 13, 16, 18, 21, 24, 26])
 @pytest.mark.parametrize("name", ["mlp", "cnn", "resnet_block"])
-def test_all_operator_sets_compute_equal_results(name: str, opset: int) -> None:
+def test_all_operator_sets_compute_equal_results(name, opset):
     model = relabelled(models.MODELS[name](), opset)
     feeds = models.random_inputs(model)
     graph = load_graph(model)
@@ -71,7 +69,7 @@ OLD_FORMS = {
 
 
 @pytest.mark.parametrize("form", OLD_FORMS.values(), ids=OLD_FORMS)
-def test_upgraded_operator_computes_equal_results(form: tuple[int, str, *tuple[str, ...]]) -> None:
+def test_upgraded_operator_computes_equal_results(form):
     opset, body, *constants = form
     model = parser.parse_model(
         f'<ir_version: 7, opset_import: ["": {opset}]> '
@@ -108,7 +106,7 @@ BROADCAST_FORMS = {
 
 
 @pytest.mark.parametrize(("body", "expected"), BROADCAST_FORMS.values(), ids=BROADCAST_FORMS)
-def test_upgraded_broadcast_keeps_dynamic_batch(body: str, expected) -> None:
+def test_upgraded_broadcast_keeps_dynamic_batch(body, expected):
     model = parser.parse_model(
         f'<ir_version: 7, opset_import: ["": 6]> m (float[N,2,2] x) => (float[] y) {{ {body} }}'
     )
@@ -133,7 +131,7 @@ CONVERTED = [
 
 
 @pytest.mark.parametrize("folder", CONVERTED, ids=lambda folder: folder.name)
-def test_stored_model_has_stored_outputs(folder: Path) -> None:
+def test_stored_model_has_stored_outputs(folder):
     graph = load_graph(folder / "model.onnx")
     data = folder / "test_data_set_0"
     arrays = [numpy_helper.to_array(onnx.load_tensor(p)) for p in sorted(data.glob("input_*.pb"))]
@@ -144,7 +142,7 @@ def test_stored_model_has_stored_outputs(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(CHANNEL_SLOPES))
-def test_prelu_slopes_with_changed_meaning_raise_error(name: str) -> None:
+def test_prelu_slopes_with_changed_meaning_raise_error(name):
     with pytest.raises(UnsupportedError, match=r"PRelu .* no exact counterpart"):
         load_graph(CARRIED / "pytorch-converted" / name / "model.onnx")
 
@@ -154,7 +152,7 @@ def test_prelu_slopes_with_changed_meaning_raise_error(name: str) -> None:
     [(11, "Hardmax", "x"), (10, "Resize", "x, halves"), (10, "Resize", "x, x")],
     ids=["hardmax", "shrinking", "scales-from-data"],
 )
-def test_operator_form_with_changed_meaning_raises_error(opset, op, operands) -> None:
+def test_operator_form_with_changed_meaning_raises_error(opset, op, operands):
     model = simple_model(f"y = {op} ({operands})", halves=np.full(2, 0.5, np.float32))
     with pytest.raises(UnsupportedError, match=rf"{op} .* no exact counterpart"):
         load_graph(relabelled(model, opset))
@@ -166,7 +164,7 @@ HEAVY = ["bvlc_alexnet", "densenet121", "inception_v2", "resnet50"]
 
 
 @pytest.mark.parametrize("name", nightly_but(LIGHT, HEAVY))
-def test_network_with_constant_node_weights_computes_equal_results(name: str) -> None:
+def test_network_with_constant_node_weights_computes_equal_results(name):
     path = CARRIED / "light" / f"light_{name}.onnx"
     graph = load_graph(path)
     shape = [side or 1 for side in graph.inputs[0].shape]

@@ -1,7 +1,6 @@
 """Running statistics that a file shares with weights become arrays of their own."""
 
 import numpy as np
-import onnx
 import onnxruntime as ort
 
 import kfac_engine as ke
@@ -10,7 +9,7 @@ from tests.models import written
 ROUNDING = 1e-6
 
 
-def model(shared: bool) -> onnx.ModelProto:
+def model(shared):
     """A product, a normalization that never saw data, and a product."""
     zeros, ones = "0.,0.,0.,0.", "1.,1.,1.,1."
     apart = "" if shared else f" mean={zeros} variance={ones}"
@@ -23,7 +22,7 @@ def model(shared: bool) -> onnx.ModelProto:
     )
 
 
-def test_shared_statistics_have_gradients_of_separate_constants() -> None:
+def test_shared_statistics_have_gradients_of_separate_constants():
     rng = np.random.default_rng(1)
     x, targets = {"input": rng.normal(size=(5, 3)).astype(np.float32)}, rng.integers(0, 2, 5)
     found, wanted = (
@@ -36,7 +35,7 @@ def test_shared_statistics_have_gradients_of_separate_constants() -> None:
         np.testing.assert_allclose(found.natural_gradients[name], natural, atol=1e-5)
 
 
-def test_new_scale_does_not_change_exported_statistics(tmp_path) -> None:
+def test_new_scale_does_not_change_exported_statistics(tmp_path):
     engine = ke.Engine.from_onnx(model(True), loss="categorical")
     engine.set_parameters({"scale": np.full(4, 2, np.float32), "shift": np.ones(4, np.float32)})
     engine.export(tmp_path / "new.onnx")
@@ -46,6 +45,6 @@ def test_new_scale_does_not_change_exported_statistics(tmp_path) -> None:
     np.testing.assert_allclose(found, (2 * (x @ w) / np.sqrt(1 + 1e-5) + 1) @ v, rtol=1e-5)
 
 
-def test_constants_without_weight_use_are_not_renamed() -> None:
+def test_constants_without_weight_use_are_not_renamed():
     engine = ke.Engine.from_onnx(model(False), loss="categorical")
     assert set(engine.parameters) == {"w", "v", "scale", "shift"}
