@@ -144,18 +144,10 @@ class LayerCollection(LossMethods, core.LayerCollection):
     ) -> None:
         """Register a dense layer that is used several times.
 
-        Args:
-            params: The weight, or ``(weight, bias)``.
-            inputs: Names over uses, each ``(n, d_in)``; or one name of all uses,
-                ``(num_uses·n, d_in)`` (use by use) or ``(num_uses, n, d_in)``.
-            outputs: Names of outputs with ``d_out`` features, in either form.
-            num_uses: Number of uses; optional if they are listed.
-            approx: Name of an approximation of the kind; by default the default of the collection.
-            reuse: Whether this is a further tower.
-            weight_format: ``"IO"`` or ``"OI"``.
-            dense_inputs: As in ``register_fully_connected``; a single tensor of token ids is
-                ``(num_uses·n,)`` or ``(num_uses, n)``.
-            feature_axis: As in ``register_fully_connected``.
+        The arguments are those of ``register_fully_connected``, for several uses: ``inputs`` are
+        names over uses, or one name of all uses, ``(num_uses·n, d_in)`` (use by use) or
+        ``(num_uses, n, d_in)``, for token ids without ``d_in``. ``outputs`` have either form.
+        ``num_uses`` is optional if the uses are listed.
         """
         key = canonical_key(params)
         layout = weight_format, feature_axis, dense_inputs
@@ -214,17 +206,10 @@ class LayerCollection(LossMethods, core.LayerCollection):
     ) -> None:
         """Register an embedding that is used several times.
 
-        Args:
-            params: As in ``register_embedding``.
-            inputs: Names over uses, each as in ``register_embedding``; or one name of all uses,
-                ``(num_uses·n, ids)`` (use by use) or ``(num_uses, n, ids)``.
-            outputs: Names of outputs with ``d_out`` features, in either form.
-            num_uses: Number of uses; optional if they are listed.
-            approx: ``"kron_indep"``.
-            reuse: Whether this is a further tower.
-            count_repeats: As in ``register_embedding``.
-            positions: As in ``register_embedding``.
-            zeros_outside: As in ``register_embedding``.
+        The arguments are those of ``register_embedding``, for several uses: ``inputs`` are names
+        over uses, or one name of all uses, ``(num_uses·n, ids)`` (use by use) or ``(num_uses, n,
+        ids)``. ``outputs`` have either form. ``num_uses`` is optional if the uses are listed, and
+        ``approx`` is ``"kron_indep"``.
         """
         key = canonical_key(params)
         form = embedding_form(
@@ -255,19 +240,9 @@ class LayerCollection(LossMethods, core.LayerCollection):
     ) -> None:
         """Register a convolution over one spatial axis.
 
-        Args:
-            params: As in ``register_conv2d``.
-            strides: A number for each axis of the data, or for the spatial axis.
-            padding: ``"SAME"``, ``"VALID"`` or ``((begin, end),)``.
-            inputs: As in ``register_conv2d``.
-            outputs: As in ``register_conv2d``.
-            dilations: As ``strides``; 1 by default.
-            approx: ``"kron"``.
-            reuse: As in ``register_conv2d``.
-            sub_sample_inputs: As in ``register_conv2d``.
-            sub_sample_patches: As in ``register_conv2d``.
-            data_format: ``"NWC"`` (default) or ``"NCW"``.
-            weight_format: ``"WIO"`` (default) or ``"OIW"``.
+        The arguments are those of ``register_conv2d``, for one axis: ``padding`` may be ``((begin,
+        end),)``, ``data_format`` is ``"NWC"`` (default) or ``"NCW"``, and ``weight_format`` is
+        ``"WIO"`` (default) or ``"OIW"``.
         """
         key = canonical_key(params)
         form = self._convolution(
@@ -347,19 +322,10 @@ class LayerCollection(LossMethods, core.LayerCollection):
     ) -> None:
         """Register a convolution over two spatial axes that is used several times.
 
-        Args:
-            params: The filter, or ``(filter, bias)``; the filter's shape must be declared.
-            strides: As in ``register_conv2d``.
-            padding: As in ``register_conv2d``.
-            inputs: Names of the images over uses; or one name of all uses, the batch axis
-                ``num_uses·n`` long (use by use) or with an axis of ``num_uses`` before it.
-            outputs: Names of the outputs, in either form.
-            num_uses: Number of uses; optional if they are listed.
-            data_format: As in ``register_conv2d``, for one use.
-            dilations: As in ``register_conv2d``.
-            approx: Name of an approximation of the kind; by default the default of the collection.
-            reuse: Whether this is a further tower.
-            weight_format: As in ``register_conv2d``.
+        The arguments are those of ``register_conv2d``, for several uses: ``inputs`` are names over
+        uses, or one name of all uses, with a batch axis of ``num_uses·n`` examples (use by use) or
+        with an axis of ``num_uses`` before it. ``outputs`` have either form. ``num_uses`` is
+        optional if the uses are listed.
         """
         key = canonical_key(params)
         form = self._convolution(
@@ -389,17 +355,11 @@ class LayerCollection(LossMethods, core.LayerCollection):
     ) -> None:
         """Register a convolution over one, two or three spatial axes.
 
-        Args:
-            params: As in ``register_conv2d``.
-            inputs: As in ``register_conv2d``.
-            outputs: As in ``register_conv2d``.
-            padding: ``"SAME"``, ``"VALID"`` or ``((begin, end), …)``.
-            strides: Number for each spatial axis, or for each axis of the data; 1 by default.
-            dilation_rate: As ``strides``.
-            data_format: ``"NWC"``, ``"NHWC"``, ``"NDHWC"`` (defaults), or with the channels first.
-            approx: ``"kron"``.
-            reuse: As in ``register_conv2d``.
-            weight_format: ``"WIO"``, ``"HWIO"``, ``"DHWIO"`` (defaults) or ``"OIW"`` and so on.
+        The arguments are those of ``register_conv2d``, for each spatial axis: ``strides`` and
+        ``dilation_rate`` are 1 by default, ``padding`` may be ``((begin, end), …)``, and ``approx``
+        is ``"kron"``. ``data_format`` is ``"NWC"``, ``"NHWC"``, ``"NDHWC"`` (defaults), or has the
+        channels first; ``weight_format`` is ``"WIO"``, ``"HWIO"``, ``"DHWIO"`` (defaults) or
+        ``"OIW"`` and so on.
         """
         key = canonical_key(params)
         form = self._convolution(
@@ -412,8 +372,6 @@ class LayerCollection(LossMethods, core.LayerCollection):
             weight_format=weight_format,
         )
         self._register("convolution", key, form, (inputs, outputs), approx, reuse)
-
-    # -- transposed convolutions -------------------------------------------------------------------
 
     # -- convolutions in groups --------------------------------------------------------------------
 
@@ -481,20 +439,10 @@ class LayerCollection(LossMethods, core.LayerCollection):
     ) -> None:
         """Register a depthwise convolution followed by a pointwise convolution.
 
-        Args:
-            depthwise_params: As in ``register_depthwise_conv2d``; its default approximation.
-            pointwise_params: The filter ``(1, 1, channels·multiplier, outputs)``, or
-                ``(filter, bias)``.
-            inputs: Name of the images.
-            depthwise_outputs: Name of the output of the depthwise convolution.
-            pointwise_outputs: Name of the output.
-            strides: Strides of the depthwise convolution.
-            padding: Padding of the depthwise convolution.
-            rate: Dilations of the depthwise convolution.
-            data_format: As in ``register_depthwise_conv2d``.
-            approx: Approximation of the pointwise convolution, as in ``register_conv2d``.
-            reuse: Whether this is a further tower.
-            weight_format: As in ``register_depthwise_conv2d``, for both filters.
+        The arguments are those of ``register_depthwise_conv2d``, with its default approximation.
+        ``pointwise_params`` are the filter ``(1, 1, channels·multiplier, outputs)``, or ``(filter,
+        bias)``. ``approx`` is the approximation of the pointwise convolution, as in
+        ``register_conv2d``, and ``weight_format`` is that of both filters.
         """
         pointwise = canonical_key(pointwise_params)
         self._require_filter(uses(pointwise)[0], (4,))

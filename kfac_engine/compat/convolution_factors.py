@@ -36,7 +36,6 @@ class ConvInputKroneckerFactor(SampledFactor):
 
     Args:
         inputs: Name of the images of each tower.
-        **options: As in ``FactorOptions``.
     """
 
     def __init__(  # noqa: PLR0913 (the specification's signature)
@@ -79,7 +78,6 @@ class ConvInputMultiKF(ConvInputKroneckerFactor):
 
     Args:
         inputs: Names of the images of each tower: a list over uses, or one name for all uses.
-        **options: As in ``FactorOptions``.
     """
 
     def __init__(  # noqa: PLR0913 (the specification's signature)
@@ -122,7 +120,6 @@ class ConvInputSUAKroneckerFactor(SpatiallyUncorrelatedFactor):
 
     Args:
         inputs: Name of the images of each tower, with channels last.
-        **options: As in ``FactorOptions``.
     """
 
     def __init__(
@@ -143,11 +140,7 @@ class ConvInputSUAKroneckerFactor(SpatiallyUncorrelatedFactor):
 
 
 class ConvOutputKroneckerFactor(DenseSquareMatrixFactor):
-    """The second moment of a convolution's output gradients over examples and locations.
-
-    Args:
-        **options: As in ``FactorOptions``.
-    """
+    """The second moment of a convolution's output gradients over examples and locations."""
 
     def __init__(
         self,
@@ -160,11 +153,7 @@ class ConvOutputKroneckerFactor(DenseSquareMatrixFactor):
 
 
 class ConvOutputMultiKF(DenseSquareMatrixFactor):
-    """The second moment of output gradients over the uses of a convolution.
-
-    Args:
-        **options: As in ``FactorOptions``.
-    """
+    """The second moment of output gradients over the uses of a convolution."""
 
     def __init__(
         self,
@@ -185,7 +174,6 @@ class ConvDiagonalFactor(DiagonalFactor):
 
     Args:
         inputs: Name of the images of each tower.
-        **options: As in ``FactorOptions``.
     """
 
     def __init__(  # noqa: PLR0913 (the specification's signature)

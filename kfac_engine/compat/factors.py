@@ -49,7 +49,6 @@ class NaiveFullFactor(DenseSquareMatrixFactor):
 
     Args:
         params_grads: Names of the gradients of one or several parameters, for each source.
-        **options: As in ``FactorOptions``.
     """
 
     def __init__(
@@ -67,7 +66,6 @@ class NaiveDiagonalFactor(DiagonalFactor):
 
     Args:
         params_grads: Name of the gradient for each source.
-        **options: As in ``FactorOptions``.
     """
 
     def __init__(
@@ -81,11 +79,7 @@ class NaiveDiagonalFactor(DiagonalFactor):
 
 
 class FullyConnectedKroneckerFactor(DenseSquareMatrixFactor):
-    """The second moment of a dense layer's inputs, or of its output gradients.
-
-    Args:
-        **options: As in ``FactorOptions``.
-    """
+    """The second moment of a dense layer's inputs, or of its output gradients."""
 
     def __init__(
         self, tensors: Gradients, has_bias: bool = False, **options: Unpack[FactorOptions]
@@ -95,11 +89,7 @@ class FullyConnectedKroneckerFactor(DenseSquareMatrixFactor):
 
 
 class DiagonalKroneckerFactor(DiagonalFactor):
-    """The mean squares of a dense layer's inputs, or of its output gradients.
-
-    Args:
-        **options: As in ``FactorOptions``.
-    """
+    """The mean squares of a dense layer's inputs, or of its output gradients."""
 
     def __init__(
         self,
@@ -118,7 +108,6 @@ class FullyConnectedMultiKF(LaggedFactor):
 
     Args:
         num_uses: Number ``u`` of uses; optional if a tower lists them.
-        **options: As in ``FactorOptions``.
     """
 
     def __init__(
@@ -136,11 +125,7 @@ class FullyConnectedMultiKF(LaggedFactor):
 
 
 class DiagonalMultiKF(DiagonalFactor):
-    """The mean squares of a dense layer's inputs, or of its output gradients, over all uses.
-
-    Args:
-        **options: As in ``FactorOptions``.
-    """
+    """The mean squares of a dense layer's inputs, or of its output gradients, over all uses."""
 
     def __init__(
         self,
@@ -163,7 +148,6 @@ class FullyConnectedDiagonalFactor(DiagonalFactor):
 
     Args:
         inputs: Name of an ``(n, d_in)`` array for each tower.
-        **options: As in ``FactorOptions``.
     """
 
     def __init__(
