@@ -338,10 +338,7 @@ class AdaptiveLengthUpdate:
     def _descend(self, step: StepInputs, turn: Turn) -> Descent:
         """Average the gradients, and return the directions of the weights."""
         gradients = self.units.split(step.gradients)
-        due = {
-            name: turn.onward if width <= _NARROW else self._is_due(name, step, turn)
-            for name, width in self.widths.items()
-        }
+        due = self._due(step, turn)
         joint = {names: joined(step.gradients, names) for names in self.together.means}
         # Until the directions are known, these arrays have the averages one step ahead.
         of_weights = {names: g for names, g in joint.items() if names[0] in self.groups}
@@ -511,21 +508,26 @@ class AdaptiveLengthUpdate:
             for pair in results
         ]
 
-    def _is_due(self, name: str, step: StepInputs, turn: Turn) -> Any:
-        """Return whether a weight with wide factors has a new direction; it may be recorded."""
-        last, onward = turn.last, turn.onward
-        always = self._rows(name, step.examples) >= self.widths[name]
-        if not is_recorded(always) and always:
-            return onward
+    def _due(self, step: StepInputs, turn: Turn) -> dict[str, Any]:
+        """Return whether each weight has a new direction; the truth values may be recorded."""
         number: Any = step.step
         number = number.astype(np.int64) if is_recorded(number) else number
-        (names,) = (names for names in last if name in names)
-        slopes = {n: step.slots["slope"][n] for n in names}
-        along = separated(last[names], slopes) if names[1:] else {name: last[names]}
-        sums = along[name] + slopes[name]
-        overshot = (sums if name in self.independent else sums.min()) < 0  # c < -1
-        turns = np.logical_or(always, np.logical_or(number % 2 == 0, overshot))
-        return turns if onward is True else np.logical_and(turns, onward)
+        even, sums = number % 2 == 0, dict[str, Any]()
+        wide = [name for name, width in self.widths.items() if width > _NARROW]
+        for names, products in turn.last.items() if even is not True else ():
+            if not {*wide}.isdisjoint(names):
+                along = products + block_of(step.slots["slope"], names)
+                slopes = {name: step.slots["slope"][name] for name in names}
+                sums |= separated(along, slopes) if names[1:] else {names[0]: along}
+        due = dict.fromkeys(self.widths, turn.onward)
+        for name in wide:
+            always: Any = self._rows(name, step.examples) >= self.widths[name]
+            if not is_recorded(always) and (always or even is True):
+                continue
+            of_name = sums[name] if name in self.independent else sums[name].min()
+            turns = np.logical_or(always, np.logical_or(even, of_name < 0))  # c < -1
+            due[name] = turns if turn.onward is True else np.logical_and(turns, turn.onward)
+        return due
 
     def _rows(self, name: str, examples: Any) -> Any:
         """Return the number of rows of a batch in the factors of a weight."""
