@@ -149,7 +149,7 @@ def _depthwise(shape: tuple[int, ...], kernel: int, stride: int, pad: int) -> Ru
     average = data.zeros(channels, kernel**2, kernel**2)
     square = (kernel,) * 2, (stride,) * 2, (1, 1)
     view = patch_view(*square, ((pad, pad),) * 2, channels_first=True)
-    statistic = GroupedMoment(((("x",),),), view, groups=channels, taps=kernel**2)
+    statistic = GroupedMoment(("x",), view, groups=channels, taps=kernel**2)
     backend = NumpyBackend()
 
     def run() -> _Moment:

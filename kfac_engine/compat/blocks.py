@@ -5,6 +5,7 @@ The page docs/building_blocks.md has the arguments that several of them share.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -12,6 +13,7 @@ import numpy.typing as npt
 from kfac_engine._types import Array, Params
 from kfac_engine.backend.protocol import Backend
 from kfac_engine.compat.convolution_factors import check_extraction
+from kfac_engine.compat.factors import InTowers, of_towers
 from kfac_engine.curvature.blocks.base import GradsList, Names
 from kfac_engine.curvature.blocks.embedding import EmbeddingKroneckerFB
 from kfac_engine.curvature.blocks.grouped import (
@@ -33,7 +35,7 @@ from kfac_engine.curvature.config import CollectionConfig
 from kfac_engine.curvature.factors.dense import DenseSquareMatrixFactor
 from kfac_engine.curvature.factors.diagonal import DiagonalFactor
 from kfac_engine.curvature.factors.owner import FactorOwner
-from kfac_engine.curvature.factors.statistics import ScaleShiftMoment, ScaleShiftSquare, one_use
+from kfac_engine.curvature.factors.statistics import ScaleShiftMoment, ScaleShiftSquare
 from kfac_engine.curvature.factors.tables import IdCounts, VocabularyFactor
 from kfac_engine.errors import InputError, ShapeError
 from kfac_engine.layers.grouped import depthwise_form
@@ -67,7 +69,7 @@ class SummedAxes(BroadcastShape):
         return self.axes
 
 
-class ScaleAndShiftFullFactor(DenseSquareMatrixFactor):
+class ScaleAndShiftFullFactor(InTowers, DenseSquareMatrixFactor):
     """The second moment of the per-example gradients of a scale and a shift.
 
     Args:
@@ -86,12 +88,12 @@ class ScaleAndShiftFullFactor(DenseSquareMatrixFactor):
         config: CollectionConfig | None = None,
     ) -> None:
         sums = summed_axes(broadcast_dims_scale, broadcast_dims_shift, has_shift)
-        tensors = tuple(one_use(source) for source in outputs_grads)
-        statistic = ScaleShiftMoment(one_use(inputs), tensors, *sums)
-        super().__init__(statistic, backend=backend, config=config)
+        moment = partial(ScaleShiftMoment, scale=sums[0], shift=sums[1])
+        statistics = of_towers(moment, outputs_grads, inputs)
+        super().__init__(statistics, backend=backend, config=config)
 
 
-class ScaleAndShiftDiagonalFactor(DiagonalFactor):
+class ScaleAndShiftDiagonalFactor(InTowers, DiagonalFactor):
     """The mean squares of the per-example gradients of a scale and a shift."""
 
     def __init__(
@@ -106,9 +108,9 @@ class ScaleAndShiftDiagonalFactor(DiagonalFactor):
         config: CollectionConfig | None = None,
     ) -> None:
         sums = summed_axes(broadcast_dims_scale, broadcast_dims_shift, has_shift)
-        tensors = tuple(one_use(source) for source in outputs_grads)
-        statistic = ScaleShiftSquare(one_use(inputs), tensors, *sums)
-        super().__init__(statistic, backend=backend, config=config)
+        squares = partial(ScaleShiftSquare, scale=sums[0], shift=sums[1])
+        statistics = of_towers(squares, outputs_grads, inputs)
+        super().__init__(statistics, backend=backend, config=config)
 
 
 class ScaleAndShiftFullFB(ScaleShiftFB):
@@ -176,7 +178,7 @@ class _OptionalUses(KroneckerProductFB):
         super()._make_factors(grads_list)
 
 
-class EmbeddingInputKroneckerFactor(VocabularyFactor):
+class EmbeddingInputKroneckerFactor(InTowers, VocabularyFactor):
     """The mean count of each token id, ``(1/n) Σ_i diag(n_hot(ids_i)²)``.
 
     Args:
@@ -204,7 +206,8 @@ class EmbeddingInputKroneckerFactor(VocabularyFactor):
                 f"point type, got {vocab_size} and {chosen}."
             )
         view = TokenIdView(int(vocab_size), count_repeats=count_repeats)
-        super().__init__(IdCounts((one_use(input_ids),), view), backend=backend, config=config)
+        statistics = of_towers(partial(IdCounts, view=view), [input_ids])
+        super().__init__(statistics, backend=backend, config=config)
         self.narrowest = chosen
 
 

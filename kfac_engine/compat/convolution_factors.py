@@ -5,6 +5,7 @@ The page docs/building_blocks.md has the arguments that several of them share.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from math import prod
 from typing import TypeAlias, Unpack
 
@@ -12,10 +13,10 @@ from kfac_engine._types import Array
 from kfac_engine.compat.factors import (
     FactorOptions,
     Gradients,
+    InTowers,
     Tower,
-    tensors_of,
+    of_towers,
     uses_in,
-    uses_of,
 )
 from kfac_engine.curvature.config import CollectionConfig
 from kfac_engine.curvature.factors.dense import DenseSquareMatrixFactor
@@ -31,7 +32,7 @@ _CHANNELS_LAST = (None, "NWC", "NHWC", "NDHWC")
 _CHANNELS_FIRST = ("NCW", "NCHW", "NCDHW")
 
 
-class ConvInputKroneckerFactor(SampledFactor):
+class ConvInputKroneckerFactor(InTowers, SampledFactor):
     """The second moment of the patches that a convolution sees.
 
     Args:
@@ -64,13 +65,13 @@ class ConvInputKroneckerFactor(SampledFactor):
         )
         check_extraction(extract_patches_fn, form, strides, dilation_rate)
         config = options.get("config") or CollectionConfig()
-        statistic = SampledMoment(
-            tensors_of([inputs]),
-            form.input_view,
+        moment = partial(
+            SampledMoment,
+            view=form.input_view,
             homogeneous=has_bias,
             sampling=config.sampling(sub_sample_inputs, sub_sample_patches),
         )
-        super().__init__(statistic, **options)
+        super().__init__(of_towers(moment, [inputs]), **options)
 
 
 class ConvInputMultiKF(ConvInputKroneckerFactor):
@@ -110,12 +111,11 @@ class ConvInputMultiKF(ConvInputKroneckerFactor):
             patch_mask,
             **options,
         )
-        uses = uses_in(self._moment.tensors, num_uses)
-        self._moment = replace(self._moment, num_uses=uses)
+        self._moment = replace(self._moment, num_uses=uses_in([inputs], num_uses))
         self._continue_from(0)
 
 
-class ConvInputSUAKroneckerFactor(SpatiallyUncorrelatedFactor):
+class ConvInputSUAKroneckerFactor(InTowers, SpatiallyUncorrelatedFactor):
     """The second moment of patches, on the assumption that different pixels are uncorrelated.
 
     Args:
@@ -129,17 +129,17 @@ class ConvInputSUAKroneckerFactor(SpatiallyUncorrelatedFactor):
         has_bias: bool = False,
         **options: Unpack[FactorOptions],
     ) -> None:
-        statistic = PixelCovariance.configured(
+        covariance = partial(
+            PixelCovariance.configured,
             options.get("config") or CollectionConfig(),
-            tensors=tensors_of([inputs]),
             view=RowView(rank=len(filter_shape)),
             homogeneous=has_bias,
             taps=prod(filter_shape[:-2]),
         )
-        super().__init__(statistic, **options)
+        super().__init__(of_towers(covariance, [inputs]), **options)
 
 
-class ConvOutputKroneckerFactor(DenseSquareMatrixFactor):
+class ConvOutputKroneckerFactor(InTowers, DenseSquareMatrixFactor):
     """The second moment of a convolution's output gradients over examples and locations."""
 
     def __init__(
@@ -148,11 +148,11 @@ class ConvOutputKroneckerFactor(DenseSquareMatrixFactor):
         data_format: str | None = None,
         **options: Unpack[FactorOptions],
     ) -> None:
-        statistic = KroneckerMoment(tensors_of(outputs_grads), _output_view(data_format))
-        super().__init__(statistic, **options)
+        moment = partial(KroneckerMoment, view=_output_view(data_format))
+        super().__init__(of_towers(moment, outputs_grads), **options)
 
 
-class ConvOutputMultiKF(DenseSquareMatrixFactor):
+class ConvOutputMultiKF(InTowers, DenseSquareMatrixFactor):
     """The second moment of output gradients over the uses of a convolution."""
 
     def __init__(
@@ -162,14 +162,12 @@ class ConvOutputMultiKF(DenseSquareMatrixFactor):
         num_uses: int | None = None,
         **options: Unpack[FactorOptions],
     ) -> None:
-        names = tensors_of(outputs_grads)
-        statistic = KroneckerMoment(
-            names, _output_view(data_format or "NHWC"), num_uses=uses_in(names, num_uses)
-        )
-        super().__init__(statistic, **options)
+        view, count = _output_view(data_format or "NHWC"), uses_in(outputs_grads, num_uses)
+        moment = partial(KroneckerMoment, view=view, num_uses=count)
+        super().__init__(of_towers(moment, outputs_grads), **options)
 
 
-class ConvDiagonalFactor(DiagonalFactor):
+class ConvDiagonalFactor(InTowers, DiagonalFactor):
     """The mean squared per-example gradient of a convolution, ``(taps·channels (+ 1), outputs)``.
 
     Args:
@@ -198,11 +196,13 @@ class ConvDiagonalFactor(DiagonalFactor):
             data_format=data_format,
             mask=patch_mask,
         )
-        names = tuple(uses_of(tower) for tower in inputs)
-        statistic = LayerSquare(
-            names, tensors_of(outputs_grads), form.input_view, form.output_view, has_bias
+        squares = partial(
+            LayerSquare,
+            input_view=form.input_view,
+            output_view=form.output_view,
+            homogeneous=has_bias,
         )
-        super().__init__(statistic, **options)
+        super().__init__(of_towers(squares, outputs_grads, inputs), **options)
 
 
 def _output_view(data_format: str | None) -> RowView:

@@ -4,8 +4,9 @@ The page docs/building_blocks.md has the arguments that several of them share. T
 parameters without a layer. Blocks create the general factors directly.
 """
 
-from collections.abc import Sequence
-from typing import TypeAlias, TypedDict, Unpack
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, TypeAlias, TypedDict, Unpack
 
 import numpy as np
 import numpy.typing as npt
@@ -13,16 +14,18 @@ import numpy.typing as npt
 from kfac_engine._types import DType
 from kfac_engine.backend.protocol import Backend
 from kfac_engine.curvature.config import CollectionConfig
+from kfac_engine.curvature.factors.base import FisherFactor
 from kfac_engine.curvature.factors.dense import DenseSquareMatrixFactor
 from kfac_engine.curvature.factors.diagonal import DiagonalFactor
 from kfac_engine.curvature.factors.lagged import LaggedFactor
 from kfac_engine.curvature.factors.statistics import (
+    Formula,
     GradientOuter,
     GradientSquare,
     KroneckerDiagonal,
     KroneckerMoment,
     LayerSquare,
-    Tensors,
+    Statistic,
     Uses,
 )
 from kfac_engine.errors import InputError, RegistrationError
@@ -44,7 +47,15 @@ class FactorOptions(TypedDict, total=False):
     config: CollectionConfig | None  # options of averages and powers; the defaults if omitted
 
 
-class NaiveFullFactor(DenseSquareMatrixFactor):
+class InTowers(FisherFactor):
+    """A factor of statistics whose tensors have names ``[source][tower]``."""
+
+    def __init__(self, statistics: Sequence[Sequence[Statistic]], **options: Any) -> None:
+        super().__init__(statistics[0][0], **options)
+        self.set_sources(statistics)
+
+
+class NaiveFullFactor(InTowers, DenseSquareMatrixFactor):
     """The outer product of the summed gradient of a batch, divided by the batch size.
 
     Args:
@@ -57,11 +68,11 @@ class NaiveFullFactor(DenseSquareMatrixFactor):
         batch_size: int | str,
         **options: Unpack[FactorOptions],
     ) -> None:
-        tensors = tuple((uses_of(source),) for source in params_grads)
-        super().__init__(GradientOuter(tensors, (batch_size,)), **options)
+        statistics = [(GradientOuter(uses_of(s), (batch_size,)),) for s in params_grads]
+        super().__init__(statistics, **options)
 
 
-class NaiveDiagonalFactor(DiagonalFactor):
+class NaiveDiagonalFactor(InTowers, DiagonalFactor):
     """The square of the summed gradient of one parameter, divided by the batch size.
 
     Args:
@@ -74,21 +85,21 @@ class NaiveDiagonalFactor(DiagonalFactor):
         batch_size: int | str,
         **options: Unpack[FactorOptions],
     ) -> None:
-        tensors = tuple((uses_of(source),) for source in params_grads)
-        super().__init__(GradientSquare(tensors, (batch_size,)), **options)
+        statistics = [(GradientSquare(uses_of(s), (batch_size,)),) for s in params_grads]
+        super().__init__(statistics, **options)
 
 
-class FullyConnectedKroneckerFactor(DenseSquareMatrixFactor):
+class FullyConnectedKroneckerFactor(InTowers, DenseSquareMatrixFactor):
     """The second moment of a dense layer's inputs, or of its output gradients."""
 
     def __init__(
         self, tensors: Gradients, has_bias: bool = False, **options: Unpack[FactorOptions]
     ) -> None:
-        statistic = KroneckerMoment(tensors_of(tensors), _DENSE_LAYER, homogeneous=has_bias)
-        super().__init__(statistic, **options)
+        moment = partial(KroneckerMoment, view=_DENSE_LAYER, homogeneous=has_bias)
+        super().__init__(of_towers(moment, tensors), **options)
 
 
-class DiagonalKroneckerFactor(DiagonalFactor):
+class DiagonalKroneckerFactor(InTowers, DiagonalFactor):
     """The mean squares of a dense layer's inputs, or of its output gradients."""
 
     def __init__(
@@ -98,12 +109,12 @@ class DiagonalKroneckerFactor(DiagonalFactor):
         dtype: npt.DTypeLike | None = None,
         **options: Unpack[FactorOptions],
     ) -> None:
-        statistic = KroneckerDiagonal(tensors_of(tensors), _MATRIX, homogeneous=has_bias)
-        super().__init__(statistic, **options)
+        squares = partial(KroneckerDiagonal, view=_MATRIX, homogeneous=has_bias)
+        super().__init__(of_towers(squares, tensors), **options)
         self.narrowest = average_type(dtype)
 
 
-class FullyConnectedMultiKF(LaggedFactor):
+class FullyConnectedMultiKF(InTowers, LaggedFactor):
     """The second moment over all uses of a dense layer, and cross moments of successive uses.
 
     Args:
@@ -117,14 +128,12 @@ class FullyConnectedMultiKF(LaggedFactor):
         has_bias: bool = False,
         **options: Unpack[FactorOptions],
     ) -> None:
-        names = tensors_of(tensors)
-        statistic = KroneckerMoment(
-            names, _DENSE_LAYER, homogeneous=has_bias, num_uses=uses_in(names, num_uses)
-        )
-        super().__init__(statistic, **options)
+        count = uses_in(tensors, num_uses)
+        moment = partial(KroneckerMoment, view=_DENSE_LAYER, homogeneous=has_bias, num_uses=count)
+        super().__init__(of_towers(moment, tensors), **options)
 
 
-class DiagonalMultiKF(DiagonalFactor):
+class DiagonalMultiKF(InTowers, DiagonalFactor):
     """The mean squares of a dense layer's inputs, or of its output gradients, over all uses."""
 
     def __init__(
@@ -135,15 +144,15 @@ class DiagonalMultiKF(DiagonalFactor):
         dtype: npt.DTypeLike | None = None,
         **options: Unpack[FactorOptions],
     ) -> None:
-        names = tensors_of(tensors)
-        statistic = KroneckerDiagonal(
-            names, _DENSE_LAYER, homogeneous=has_bias, num_uses=uses_in(names, num_uses)
+        count = uses_in(tensors, num_uses)
+        squares = partial(
+            KroneckerDiagonal, view=_DENSE_LAYER, homogeneous=has_bias, num_uses=count
         )
-        super().__init__(statistic, **options)
+        super().__init__(of_towers(squares, tensors), **options)
         self.narrowest = average_type(dtype)
 
 
-class FullyConnectedDiagonalFactor(DiagonalFactor):
+class FullyConnectedDiagonalFactor(InTowers, DiagonalFactor):
     """The mean squared per-example gradient of a dense layer, ``(d_in (+ 1), d_out)``.
 
     Args:
@@ -157,10 +166,9 @@ class FullyConnectedDiagonalFactor(DiagonalFactor):
         has_bias: bool = False,
         **options: Unpack[FactorOptions],
     ) -> None:
-        names = tuple(uses_of(tower) for tower in inputs)
         view = _DENSE_LAYER
-        statistic = LayerSquare(names, tensors_of(outputs_grads), view, view, has_bias)
-        super().__init__(statistic, **options)
+        squares = partial(LayerSquare, input_view=view, output_view=view, homogeneous=has_bias)
+        super().__init__(of_towers(squares, outputs_grads, inputs), **options)
 
 
 def uses_of(names: Tower) -> Uses:
@@ -168,27 +176,35 @@ def uses_of(names: Tower) -> Uses:
     return (names,) if isinstance(names, str) else tuple(names)
 
 
-def tensors_of(names: Gradients) -> Tensors:
-    """Return names ``[source][tower]`` as nested tuples, with the names of the uses of each tower.
+def of_towers(
+    statistic: Callable[..., Formula], names: Gradients, inputs: Sequence[Tower] | None = None
+) -> list[list[Formula]]:
+    """Return statistics ``[source][tower]`` from names of tensors ``[source][tower]``.
 
-    There is at least one tower, and all sources have equal numbers of towers.
+    ``inputs`` are the names of the layer's input, ``[tower]``, for a statistic that reads it as
+    well. There is at least one tower, and all sources have equal numbers of towers.
     """
-    tensors = tuple(tuple(uses_of(tower) for tower in source) for source in names)
-    if len({len(source) for source in tensors}) != 1 or not tensors[0]:
+    if len({len(source) for source in names}) != 1 or not names[0]:
         raise InputError(
             f"a factor needs names [source][tower], at least one, with equal numbers of towers; "
             f"got {names!r}."
         )
-    return tensors
+    if inputs is None:
+        return [[statistic(uses_of(tower)) for tower in source] for source in names]
+    return [
+        [statistic(uses_of(x), uses_of(ds)) for x, ds in zip(inputs, source, strict=True)]
+        for source in names
+    ]
 
 
-def uses_in(tensors: Tensors, num_uses: int | None) -> int:
+def uses_in(tensors: Gradients, num_uses: int | None) -> int:
     """Return the number of uses, which the caller passed as a number or as lists of names.
 
     An InputError says that there is neither, or that the number is below one. A RegistrationError
     says that the number and the lengths of lists differ.
     """
-    counts = {len(tower) for source in tensors for tower in source if len(tower) > 1}
+    towers = (uses_of(tower) for source in tensors for tower in source)
+    counts = {len(tower) for tower in towers if len(tower) > 1}
     if num_uses is not None:
         counts.add(num_uses)
     if len(counts) > 1:

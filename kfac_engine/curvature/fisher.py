@@ -142,7 +142,7 @@ class Fisher(Sealed):
             examples,
             self.variables if compute_params_stats else (),
         )
-        alone = tuple(gradients[name] for f in self._alone for name in f.statistic.names())
+        alone = tuple(gradients[name] for f in self._alone for name in f.names())
         self.differentiated = tuple(v for v in dict.fromkeys(gradients.values()) if v not in alone)
         self.differentiated_alone = alone
         self.reads_gradients = self._mode.needs_targets and not self.sources.variables

@@ -103,7 +103,7 @@ class Sources:
         """
         reached = self.reached() if not self._numbers else ()
         for factor in factors if not self._numbers else ():
-            names = {*factor.statistic.names()}
+            names = {*factor.names()}
             values = {self.gradients[name] for name in names if name in self.gradients}
             layers = (layer for layer in self.layers if not names.isdisjoint(layer.inputs))
             values = values or values.union(*(layer.outputs for layer in layers))

@@ -13,10 +13,10 @@ from kfac_engine.curvature.config import (
 )
 from kfac_engine.curvature.factors.base import FisherFactor
 from kfac_engine.curvature.factors.eigenbasis import EigenbasisFactor
-from kfac_engine.curvature.factors.owner import FactorOwner
+from kfac_engine.curvature.factors.owner import Factor, FactorOwner
 from kfac_engine.curvature.factors.refresh import Level
 from kfac_engine.curvature.factors.row_weights import LayerRows
-from kfac_engine.curvature.factors.statistics import Tensors, Uses
+from kfac_engine.curvature.factors.statistics import Statistic, Uses
 from kfac_engine.errors import InputError, NotReadyError, RegistrationError, UnsupportedError
 from kfac_engine.layers.layer_forms import LayerForm, ScaleShiftForm
 from kfac_engine.layers.packing import Packing
@@ -81,7 +81,8 @@ class FisherBlock(ABC):
 
     def __init__(self, collection: FactorOwner) -> None:
         self._collection = collection
-        self._tensors = LayerTensors()
+        # Names of inputs and outputs over uses, for each part of the batch.
+        self._parts: list[tuple[Uses, Uses]] = []
         self.params: Params | None = None
         self._damping: Callable[[], float] | None = None
 
@@ -97,7 +98,7 @@ class FisherBlock(ABC):
     @property
     def num_parts(self) -> int:
         """Number of registered parts of the batch."""
-        return len(self._tensors)
+        return len(self._parts)
 
     def add_part(self, inputs: Names, outputs: Names) -> None:
         """Add a part of the batch.
@@ -109,11 +110,16 @@ class FisherBlock(ABC):
         Raises:
             RegistrationError: Inputs and outputs have different numbers of uses.
         """
-        self._tensors.add(inputs, outputs)
+        x, s = uses(inputs), uses(outputs)
+        if len(x) > 1 and len(s) > 1 and len(x) != len(s):
+            raise RegistrationError(
+                f"a layer with {len(x)} inputs has {len(s)} outputs: one of each for every use."
+            )
+        self._parts.append((x, s))
 
     def tensors_to_compute_grads(self) -> tuple[Names, ...]:
         """Return the names of tensors whose gradients the block reads, for each part."""
-        return tuple(names if len(names) > 1 else names[0] for names in self._tensors.outputs)
+        return tuple(names if len(names) > 1 else names[0] for _, names in self._parts)
 
     def layer_rows(self) -> tuple[LayerRows, ...]:
         """Return the inputs and outputs of each part; their rows correspond."""
@@ -147,6 +153,49 @@ class FisherBlock(ABC):
     @abstractmethod
     def _make_factors(self, grads_list: GradsList) -> None:
         """Create the factors for gradients ``[source][part]`` or ``[source]``."""
+
+    def _layer_rows(self, form: LayerForm) -> tuple[LayerRows, ...]:
+        """Return the tensors of each part of a layer with this form."""
+        views = form.output_view, form.input_view
+        return tuple(LayerRows(x, s, *views, form.num_uses) for x, s in self._parts)
+
+    def _make_factor(
+        self,
+        cls: type[Factor],
+        statistic: Callable[[Uses, Uses], Statistic],
+        grads_list: GradsList,
+        *args: object,
+    ) -> Factor:
+        """Return the factor of a statistic of a layer.
+
+        Args:
+            cls: Class of the factor.
+            statistic: Returns the statistic of an input and of gradients, given by names over uses.
+            grads_list: Names of the gradients, ``[source][part]``.
+            *args: Arguments of ``cls`` after the statistic.
+
+        Raises:
+            InputError: There is no source, or the entries of a source do not fit the parts.
+        """
+        count = len(self._parts)
+        if not grads_list or any(isinstance(s, str) or len(s) != count for s in grads_list):
+            raise InputError(
+                f"grads_list needs, for each source, a list of {count} entries, one a part; "
+                f"got {grads_list!r}."
+            )
+        sources = dict.fromkeys(
+            tuple(statistic(x, uses(ds)) for (x, _), ds in zip(self._parts, source, strict=True))
+            for source in grads_list
+        )
+        return self._make_from(cls, tuple(sources), *args)
+
+    def _make_from(
+        self, cls: type[Factor], sources: tuple[tuple[Statistic, ...], ...], *args: object
+    ) -> Factor:
+        """Return the factor that measures statistics ``[source][part]``."""
+        first, several = sources[0][0], len(sources) > 1 or len(sources[0]) > 1
+        make = self._collection.make_or_get_factor
+        return make(cls, (first, *args), sources if several else ())
 
     # -- factors --------------------------------------------------------------------------------
 
@@ -336,46 +385,6 @@ class FisherBlock(ABC):
                 f"finite, got {value}."
             )
         return value
-
-
-class LayerTensors:
-    """Names of the inputs and outputs of a layer, for each part of the batch."""
-
-    def __init__(self) -> None:
-        self.inputs: list[Uses] = []
-        self.outputs: list[Uses] = []
-
-    def add(self, inputs: Names, outputs: Names) -> None:
-        """Append a part of the batch; a RegistrationError if its tensors differ in uses."""
-        x, s = uses(inputs), uses(outputs)
-        if len(x) > 1 and len(s) > 1 and len(x) != len(s):
-            raise RegistrationError(
-                f"a layer with {len(x)} inputs has {len(s)} outputs: one of each for every use."
-            )
-        self.inputs.append(x)
-        self.outputs.append(s)
-
-    def rows(self, form: LayerForm) -> tuple[LayerRows, ...]:
-        """Return the tensors of each part of a layer with this form."""
-        parts = zip(self.inputs, self.outputs, strict=True)
-        views = form.output_view, form.input_view
-        return tuple(LayerRows(x, s, *views, form.num_uses) for x, s in parts)
-
-    def gradients(self, grads_list: GradsList) -> Tensors:
-        """Return names of output gradients, ``[source][part]``, each a tuple over uses.
-
-        ``InputError`` is raised if there is no source, or if the entries of a source do not fit the
-        parts.
-        """
-        if not grads_list or any(isinstance(s, str) or len(s) != len(self) for s in grads_list):
-            raise InputError(
-                f"grads_list needs, for each source, a list of {len(self)} entries, one a part; "
-                f"got {grads_list!r}."
-            )
-        return tuple(tuple(uses(part) for part in source) for source in grads_list)
-
-    def __len__(self) -> int:
-        return len(self.inputs)
 
 
 def parts(vector: Vector) -> tuple[Array, ...]:

@@ -115,9 +115,11 @@ class TiedTableFB(KroneckerProductFB):
         ids, view, lookups = self.form.input_view, self.form.output_view, self.form.num_uses
         assert isinstance(ids, TokenIdView)  # by the registration
         assert isinstance(view, RowView)
-        inputs, gradients = tuple(self._tensors.inputs), self._tensors.gradients(grads_list)
-        side, make = self._sides[0], self._collection.make_or_get_factor
+        side, layout = self._sides[0], (ids, view, lookups)
         features = TableFeatures if side is DENSE else TableFeatureSquares
-        H = features(inputs, gradients, ids, view, lookups)
-        V = TableEntries(inputs, gradients, ids, view, lookups)
-        self._factors = make(side.factor, (H,)), make(TableEntriesFactor, (V,))
+        self._factors = (
+            self._make_factor(side.factor, lambda x, ds: features(x, ds, *layout), grads_list),
+            self._make_factor(
+                TableEntriesFactor, lambda x, ds: TableEntries(x, ds, *layout), grads_list
+            ),
+        )

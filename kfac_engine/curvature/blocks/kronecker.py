@@ -46,7 +46,8 @@ from kfac_engine.curvature.factors.statistics import (
     KroneckerDiagonal,
     KroneckerMoment,
     ReducedMoment,
-    Tensors,
+    Statistic,
+    Uses,
 )
 from kfac_engine.curvature.factors.sua import PixelCovariance, SpatiallyUncorrelatedFactor
 from kfac_engine.curvature.linalg.kronecker import (
@@ -144,10 +145,9 @@ class KroneckerProductFB(FisherBlock):
     # -- registration ---------------------------------------------------------------------------
 
     def layer_rows(self) -> tuple[LayerRows, ...]:
-        return self._tensors.rows(self.form)
+        return self._layer_rows(self.form)
 
     def _make_factors(self, grads_list: GradsList) -> None:
-        gradients = self._tensors.gradients(grads_list)
         if self.form.num_uses > 1:
             for source in grads_list:
                 count_uses(self.form.num_uses, *source)
@@ -157,27 +157,22 @@ class KroneckerProductFB(FisherBlock):
             weight = collection.require_shape(uses(self.params or ())[0])
             sizes = form.packing.matrix_shape(weight)
             input_side, output_side = (s.of(d) for s, d in zip(self._sides, sizes, strict=True))
-        a = input_side.statistic(
-            (tuple(self._tensors.inputs),),
-            form.input_view,
-            homogeneous=form.packing.has_bias,
-            num_uses=form.num_uses,
-            batch=collection.batch_value,
-            exact=collection.batch_is_exact,
-        )
-        ds = output_side.statistic(
-            gradients,
-            form.output_view,
-            num_uses=form.num_uses,
-            batch=collection.batch_value,
-            exact=collection.batch_is_exact,
-        )
-        self._factors = (
-            collection.make_or_get_factor(input_side.factor, (a,)),
-            collection.make_or_get_factor(output_side.factor, (ds,)),
-        )
-        A = self._factors[0]
-        if type(A) is DenseSquareMatrixFactor and collection.data.issuperset(a.names()):
+        in_batch = {"batch": collection.batch_value, "exact": collection.batch_is_exact}
+        options = {"num_uses": form.num_uses, **in_batch}
+
+        def of_inputs(x: Uses, ds: Uses) -> Statistic:
+            del ds
+            has_bias = form.packing.has_bias
+            return input_side.statistic(x, form.input_view, homogeneous=has_bias, **options)
+
+        def of_gradients(x: Uses, ds: Uses) -> Statistic:
+            del x
+            return output_side.statistic(ds, form.output_view, **options)
+
+        A = self._make_factor(input_side.factor, of_inputs, grads_list)
+        G = self._make_factor(output_side.factor, of_gradients, grads_list)
+        self._factors = A, G
+        if type(A) is DenseSquareMatrixFactor and collection.data.issuperset(A.names()):
             A.damped_by_feature = self._is_relative
 
     # -- factors --------------------------------------------------------------------------------
@@ -219,7 +214,7 @@ class KroneckerProductFB(FisherBlock):
         measured = self.factors[1].average.repeats
         if measured is not None:
             return measured
-        shapes = [self._collection.shape_of(name) for name in self._tensors.outputs[0]]
+        shapes = [self._collection.shape_of(name) for name in self._parts[0][1]]
         if not shapes or any(shape is None for shape in shapes):
             raise NotReadyError(
                 f"the number of positions in the layer of {self.params} is known after the first "
@@ -447,7 +442,7 @@ def uncorrelated_side(form: LayerForm, config: CollectionConfig) -> Side:
     modelled = not config.assume_zero_mean_activations
 
     def statistic(
-        tensors: Tensors,
+        tensors: Uses,
         view: View,
         *,
         homogeneous: bool,

@@ -4,6 +4,7 @@ The blocks of parameters that scale and shift the data, as in normalisation laye
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from math import prod
 
 from kfac_engine._types import Array, Rows, Vector
@@ -32,6 +33,8 @@ from kfac_engine.curvature.factors.statistics import (
     KroneckerMoment,
     LayerSquare,
     ScaleShiftMoment,
+    Statistic,
+    Uses,
 )
 from kfac_engine.errors import InputError, NotReadyError, RegistrationError, ShapeError
 from kfac_engine.layers.layer_forms import LayerForm, ScaleShiftForm
@@ -172,13 +175,13 @@ class NaiveFullFB(SingleFactorFB):
         return ((size, size),)
 
     def _make_factors(self, grads_list: GradsList) -> None:
-        tensors = tuple((uses(source),) for source in grads_list)  # type: ignore[arg-type]
-        if not tensors or any(len(source[0]) != len(self._params) for source in tensors):
+        tensors = [uses(source) for source in grads_list]  # type: ignore[arg-type] # names
+        if not tensors or any(len(names) != len(self._params) for names in tensors):
             raise InputError(
                 f"the block of {self._params} takes one gradient a parameter in each source."
             )
-        statistic = self._statistic(tensors, tuple(self._batch))
-        self._factor = self._collection.make_or_get_factor(self._factor_class, (statistic,))
+        sources = tuple((self._statistic(names, tuple(self._batch)),) for names in tensors)
+        self._factor = self._make_from(self._factor_class, sources)
 
 
 class NaiveDiagonalFB(NaiveFullFB):
@@ -241,7 +244,7 @@ class LayerDiagonalFB(SingleFactorFB):
         return self.form.packing
 
     def layer_rows(self) -> tuple[LayerRows, ...]:
-        return self._tensors.rows(self.form)
+        return self._layer_rows(self.form)
 
     def read_examples(self, reader: ExampleReader[Found]) -> Found:
         return reader.rows(self.form)
@@ -250,14 +253,12 @@ class LayerDiagonalFB(SingleFactorFB):
         return (self.form.packed_shape(shapes[0]),)
 
     def _make_factors(self, grads_list: GradsList) -> None:
-        statistic = self._statistic(
-            tuple(self._tensors.inputs),
-            self._tensors.gradients(grads_list),
-            self.form.input_view,
-            self.form.output_view,
-            self.packing.has_bias,
-        )
-        self._factor = self._collection.make_or_get_factor(DiagonalFactor, (statistic,))
+        form, bias = self.form, self.packing.has_bias
+
+        def statistic(x: Uses, ds: Uses) -> Statistic:
+            return self._statistic(x, ds, form.input_view, form.output_view, bias)
+
+        self._factor = self._make_factor(DiagonalFactor, statistic, grads_list)
 
     @property
     def damping(self) -> float:
@@ -333,19 +334,22 @@ class EigenbasisFB(LayerDiagonalFB):
 
     def _make_factors(self, grads_list: GradsList) -> None:
         form, collection = self.form, self._collection
-        inputs, gradients = tuple(self._tensors.inputs), self._tensors.gradients(grads_list)
-        bias, batch = form.packing.has_bias, collection.batch_value
-        exact = collection.batch_is_exact
-        a = KroneckerMoment((inputs,), form.input_view, bias, batch=batch, exact=exact)
-        ds = KroneckerMoment(gradients, form.output_view, batch=batch, exact=exact)
+        x_view, ds_view, bias = form.input_view, form.output_view, form.packing.has_bias
+        moment = partial(
+            KroneckerMoment, batch=collection.batch_value, exact=collection.batch_is_exact
+        )
+        moments: tuple[Callable[[Uses, Uses], Statistic], ...] = (
+            lambda x, ds: moment(x, x_view, bias),
+            lambda x, ds: moment(ds, ds_view),
+        )
         kronecker_factors = (
-            collection.make_or_get_factor(DenseSquareMatrixFactor, (a,)),
-            collection.make_or_get_factor(DenseSquareMatrixFactor, (ds,)),
+            self._make_factor(DenseSquareMatrixFactor, moment, grads_list) for moment in moments
         )
-        squares = RotatedSquare(inputs, gradients, form.input_view, form.output_view, bias)
-        self._factor = collection.make_or_get_factor(
-            EigenbasisFactor, (squares, *kronecker_factors)
-        )
+
+        def squares(x: Uses, ds: Uses) -> Statistic:
+            return RotatedSquare(x, ds, x_view, ds_view, bias)
+
+        self._factor = self._make_factor(EigenbasisFactor, squares, grads_list, *kronecker_factors)
 
 
 # -- scales and shifts -----------------------------------------------------------------------------
@@ -403,13 +407,11 @@ class ScaleShiftFB(SingleFactorFB):
         return ((size,) if issubclass(self._factor_class, DiagonalFactor) else (size, size),)
 
     def _make_factors(self, grads_list: GradsList) -> None:
-        collection, outputs = self._collection, self._tensors.outputs[0]
-        statistic = self._statistic(
-            tuple(self._tensors.inputs),
-            self._tensors.gradients(grads_list),
-            self.form.scale,
-            self.form.shift,
-            tuple(collection.sets[name] for name in outputs) if collection.sets else (),
-            (collection.batch_value or "") if collection.sets else "",
-        )
-        self._factor = self._collection.make_or_get_factor(self._factor_class, (statistic,))
+        collection, form, (_, outputs) = self._collection, self.form, self._parts[0]
+        sets = tuple(collection.sets[name] for name in outputs) if collection.sets else ()
+        batch = (collection.batch_value or "") if sets else ""
+
+        def statistic(x: Uses, ds: Uses) -> Statistic:
+            return self._statistic(x, ds, form.scale, form.shift, sets, batch)
+
+        self._factor = self._make_factor(self._factor_class, statistic, grads_list)

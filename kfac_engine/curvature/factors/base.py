@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from math import isfinite, prod, sqrt
 from typing import Any
 
@@ -145,6 +146,8 @@ class FisherFactor(ABC):
 
     Attributes:
         statistic: The statistic.
+        sources: The statistics of several parts of the batch whose tensors have names of their own,
+            ``[source][part]``; empty for one. They differ from ``statistic`` in the names only.
         average: The moving average; ``update`` and ``commit`` change it.
         narrowest: Least exact element type that the average may have.
         companions: Factors of the same collection, by any key.
@@ -170,6 +173,7 @@ class FisherFactor(ABC):
         config: CollectionConfig | None = None,
     ) -> None:
         self.statistic = statistic
+        self.sources: tuple[tuple[Statistic, ...], ...] = ()
         self.backend = backend or select("numpy")
         self.config = config or CollectionConfig()
         self.average = MovingAverage(name=self.name)
@@ -184,8 +188,19 @@ class FisherFactor(ABC):
     @property
     def name(self) -> str:
         """Name of the statistic and of the tensors that it reads, for messages and tables."""
-        names = ", ".join(dict.fromkeys(self.statistic.names()))
-        return f"{type(self.statistic).__name__}({names})"
+        return f"{type(self.statistic).__name__}({', '.join(dict.fromkeys(self.names()))})"
+
+    def set_sources(self, sources: Sequence[Sequence[Statistic]]) -> None:
+        """Set ``sources``; a single part of a single source is the statistic itself."""
+        several = len(sources) > 1 or len(sources[0]) > 1
+        self.sources = tuple(map(tuple, sources)) if several else ()
+        self.average.name = self.name
+
+    def names(self) -> tuple[str, ...]:
+        """Return the names of all values that measurements read."""
+        if not self.sources:
+            return self.statistic.names()
+        return tuple(name for part in chain(*self.sources) for name in part.names())
 
     @property
     def repeats(self) -> float | None:
@@ -229,17 +244,18 @@ class FisherFactor(ABC):
                 average have different shapes.
             InputError: The parts of the batch differ in size, or the batch has no example.
         """
-        known = known or tensor_stats(self.statistic.names(), values, self.backend)
-        for name in self.statistic.names():
+        known = known or tensor_stats(self.names(), values, self.backend)
+        for name in self.names():
             if not known.is_finite(name):
                 self._check_large(name, values[name])
-        sizes, old = Sizes.of(self.statistic, values), self.average.value
+        sizes, old = self._sizes(values), self.average.value
         if old is not None and old.shape != sizes.shape:
             raise ShapeError(f"{self.name} has shape {old.shape}, this batch gives {sizes.shape}.")
         if not sizes.count.examples:
             raise InputError(f"the batch for {self.name} holds no example.")
-        for pair in self.statistic.products():
-            self._check_product(pair, values, known)
+        for statistic in chain(*self._statistics()):
+            for pair in statistic.products():
+                self._check_product(pair, values, known)
         return sizes
 
     def read(self, values: Values) -> dict[str, Array]:
@@ -252,7 +268,7 @@ class FisherFactor(ABC):
             KfacError: As ``check``. Factors of one collection must read equal numbers of examples.
         """
         lengths = (name for name in self.statistic.lengths() if name in values)
-        arrays = named_arrays(values, (*self.statistic.names(), *lengths), self.backend)
+        arrays = named_arrays(values, (*self.names(), *lengths), self.backend)
         self.check(arrays)
         others = ((f.name, f.statistic) for f in self.companions.values() if f is not self)
         check_examples((self.name, self.statistic), others, values, self.backend)
@@ -276,8 +292,30 @@ class FisherFactor(ABC):
             before: The measurement of earlier parts; the result is then that of all parts so far,
                 in the same array.
         """
-        statistic, backend = self.statistic, self.backend
-        sizes = sizes or Sizes.of(statistic, values)
+        if not self.sources:
+            sizes = sizes or self._sizes(values)
+            return self._measured(self.statistic, values, sizes, before, joined=joined)
+        measured: Measurement | None = None
+        for source in self._statistics():
+            mean: Measurement | None = None
+            for part in source:
+                mean = self._measured(part, values, Sizes.of(part, values), mean)
+            assert mean is not None, "a source has a part"
+            measured = mean if measured is None else self._with_source(measured, mean.array)
+        assert measured is not None, "there is a source"
+        return measured if before is None else self.join(before, measured)
+
+    def _measured(
+        self,
+        statistic: Statistic,
+        values: Values,
+        sizes: Sizes,
+        before: Measurement | None,
+        *,
+        joined: bool = True,
+    ) -> Measurement:
+        """Measure one part of one source; see ``measure``."""
+        backend = self.backend
         square = joined and statistic.of_sums
         dtype = np.result_type(self.narrowest, type_of_mean(values, statistic.names()))
         if square:
@@ -297,18 +335,38 @@ class FisherFactor(ABC):
 
     def to_measure(self, values: Values, sizes: Sizes | None = None) -> ToMeasure:
         """Return what ``commit`` measures straight into the average; arguments as ``measure``."""
-        sizes = sizes or Sizes.of(self.statistic, values)
+        sizes = sizes or self._sizes(values)
         return ToMeasure(values, sizes, sizes.count, self.statistic.names())
 
     def add_source(self, measurement: Measurement, values: Values) -> Measurement:
         """Return a measurement with a further source of its batch; its array is reused."""
-        array, backend = self.widened(measurement.array), self.backend
+        if self.sources:
+            return self._with_source(measurement, self.measure(values).array)
+        array = self.widened(measurement.array)
         if measurement.squared is not None:
-            sums = self.statistic.sums(values, array.dtype, backend)
-            array = backend.xp.concatenate([array, sums])
-        else:
-            self.statistic.add_to(array, values, backend, 1.0, 1.0)
+            sums = self.statistic.sums(values, array.dtype, self.backend)
+            return self._with_source(replace(measurement, array=array), sums)
+        self.statistic.add_to(array, values, self.backend, 1.0, 1.0)
         return replace(measurement, array=array)
+
+    def _with_source(self, measurement: Measurement, source: Array) -> Measurement:
+        """Return a measurement with the mean, or the sums to square, of a further source."""
+        if measurement.squared is None:
+            return replace(measurement, array=measurement.array + source)
+        joined = self.backend.xp.concatenate([measurement.array, source])
+        return replace(measurement, array=joined)
+
+    def _sizes(self, values: Values) -> Sizes:
+        """Return the sizes of a batch."""
+        if not self.sources:
+            return Sizes.of(self.statistic, values)
+        return Sizes.of_parts(self._statistics(), values)
+
+    def _statistics(self) -> list[list[Statistic]]:
+        """Return the statistic with the names of each part, ``[source][part]``."""
+        if not self.sources:
+            return [[self.statistic]]
+        return [[self.statistic.renamed(part) for part in source] for source in self.sources]
 
     def join(self, first: Measurement, second: Measurement) -> Measurement:
         """Return the measurement of two parts of a batch; the arrays are reused."""
@@ -374,7 +432,8 @@ class FisherFactor(ABC):
         """
         self.wait()
         self.prepare(values)
-        self.commit(self.to_measure(values), decay, weight)
+        measure = self.measure if self.sources else self.to_measure
+        self.commit(measure(values), decay, weight)
 
     def complete(self, value: Array) -> None:
         """Complete an average in place, such as its upper triangle. Default: do nothing."""

@@ -52,16 +52,14 @@ class DividedMoment(KroneckerMoment):
         self, out: Array, values: Values, backend: Backend, alpha: float, beta: float
     ) -> None:
         scale(out, beta)
-        for parts, uses in self._parts:
-            arrays = self._arrays(uses, values, backend)
-            weights = self._row_weights(uses, values)
-            if weights is not None:
-                self._add_weighted(out, arrays, weights, backend, alpha / parts, 1.0)
-                continue
-            count = sum(self.view.count(x.shape) for x in arrays)
-            for x in arrays:
-                for rows, _ in self._row_chunks(at_least(out.dtype, x), None, backend):
-                    self._add_rows(out, rows, None, backend, alpha / (count * parts))
+        arrays, weights = self._arrays(values, backend), self._row_weights(values)
+        if weights is not None:
+            self._add_weighted(out, arrays, weights, backend, alpha, 1.0)
+            return
+        count = sum(self.view.count(x.shape) for x in arrays)
+        for x in arrays:
+            for rows, _ in self._row_chunks(at_least(out.dtype, x), None, backend):
+                self._add_rows(out, rows, None, backend, alpha / count)
 
     def _add_rows(
         self, out: Array, rows: Array, weights: Any, backend: Backend, alpha: float

@@ -59,7 +59,7 @@ class RotatedSquare(LayerSquare):
 
     bases: Bases | None = field(default=None, compare=False, repr=False)
 
-    def _add_part(self, out: Array, a: Array, ds: Array, backend: Backend, scale: float) -> None:
+    def _add_squares(self, out: Array, a: Array, ds: Array, backend: Backend, scale: float) -> None:
         assert self.bases is not None  # the factor sets it before it measures
         u_in, u_out = self.bases.input, self.bases.output
         positions = self.input_view.count(a.shape) // len(a)

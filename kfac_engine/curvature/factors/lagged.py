@@ -51,20 +51,18 @@ class LagMoment(KroneckerMoment):
     def add_to(
         self, out: Array, values: Values, backend: Backend, alpha: float, beta: float
     ) -> None:
-        if any(self._row_weights(uses, values) is not None for _, uses in self._parts):
+        if self._row_weights(values) is not None:
             raise UnsupportedError(
                 "'kron_series_1' and 'kron_series_2' cannot leave out uses whose targets do not "
                 "count; choose 'kron_indep'."
             )
         KroneckerMoment.add_to(self, out[0], values, backend, alpha, beta)
         scale(out[1], beta)
-        for parts, uses in self._parts:
-            arrays = self._arrays(uses, values, backend)
-            rows = [self.view.rows(x, backend) for x in arrays]
-            total = sum(x.shape[0] * x.shape[1] for x in rows)
-            flat = [x.reshape(-1, x.shape[-1]).astype(out.dtype, copy=False) for x in rows]
-            for present, future in self._pairs(flat):
-                self._add_pair(out[1], present, future, alpha / (total * parts))
+        rows = [self.view.rows(x, backend) for x in self._arrays(values, backend)]
+        total = sum(x.shape[0] * x.shape[1] for x in rows)
+        flat = [x.reshape(-1, x.shape[-1]).astype(out.dtype, copy=False) for x in rows]
+        for present, future in self._pairs(flat):
+            self._add_pair(out[1], present, future, alpha / total)
 
     def _pairs(self, rows: Sequence[Array]) -> Iterator[tuple[Array, Array]]:
         """Yield the rows of each use with the rows of the next use."""

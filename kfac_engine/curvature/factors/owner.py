@@ -8,6 +8,7 @@ from kfac_engine.backend.protocol import Backend
 from kfac_engine.backend.select import select
 from kfac_engine.curvature.config import CollectionConfig
 from kfac_engine.curvature.factors.base import FisherFactor
+from kfac_engine.curvature.factors.statistics import Statistic
 from kfac_engine.errors import InputError
 from kfac_engine.losses.collection import LossCollection
 
@@ -79,19 +80,28 @@ class FactorOwner(LossCollection):
             )
         return shape
 
-    def make_or_get_factor(self, cls: type[Factor], args: tuple[object, ...]) -> Factor:
+    def make_or_get_factor(
+        self,
+        cls: type[Factor],
+        args: tuple[object, ...],
+        sources: tuple[tuple[Statistic, ...], ...] = (),
+    ) -> Factor:
         """Return the factor ``cls(*args)``, which layers with equal arguments share.
 
         Args:
             cls: Class of the factor.
             args: Its positional arguments, hashable.
+            sources: As in ``FisherFactor``.
 
         Returns:
             The factor, created at the first call.
         """
-        key = (cls, *args)
+        key = (cls, *args, *sources)
         if key not in self.fisher_factors:
-            self.fisher_factors[key] = cls(*args, backend=self.backend, config=self.config)  # type: ignore[arg-type] # args are cls's own
+            new = cls(*args, backend=self.backend, config=self.config)  # type: ignore[arg-type] # args are cls's own
+            if sources:
+                new.set_sources(sources)
+            self.fisher_factors[key] = new
         factor = self.fisher_factors[key]
         factor.companions = self.fisher_factors
         assert isinstance(factor, cls)

@@ -107,13 +107,18 @@ class Readers:
         self._backend = backend
         self._examples, self._whose = examples, whose
         statistics = [factor.statistic for factor in self.factors]
-        names = [tuple(dict.fromkeys(statistic.names())) for statistic in statistics]
+        names = [tuple(dict.fromkeys(factor.names())) for factor in self.factors]
         # Lengths may be read after the update: without them, a trace computes them again.
         lengths = {name for statistic in statistics for name in statistic.lengths()}
-        every = dict.fromkeys(n for s in statistics for n in (*s.names(), *s.lengths()))
+        every = dict.fromkeys(
+            name for f in self.factors for name in (*f.names(), *f.statistic.lengths())
+        )
         self.gradients = {name: value for name, value in gradients.items() if name in every}
         self.forward = tuple(name for name in every if name not in gradients)
         pairs = zip(self.factors, names, strict=True)
+        # Factors whose statistic reads all examples at once, and the others.
+        self._whole = tuple(factor for factor in self.factors if not factor.sources)
+        self._in_parts = tuple(factor for factor in self.factors if factor.sources)
         self._moving = [f for f, its_names in pairs if not gradients.keys().isdisjoint(its_names)]
         self._all_names = tuple(dict.fromkeys(chain(*names)))
         self._bases = [f for f in self.factors if isinstance(f, EigenbasisFactor)]
@@ -141,10 +146,10 @@ class Readers:
         sizes, unread = self._check(values), UnreadValues(values, self._readers, release)
         if self._bases:
             set_bases(self._bases, values, over_ranks)
-        later, others = self.factors, tuple[FisherFactor, ...]()
+        later, others = self._whole, self._in_parts
         if straight is not None:
-            later = tuple(f for f in self.factors if f in straight)
-            others = tuple(f for f in self.factors if f not in straight)
+            later = tuple(f for f in self._whole if f in straight)
+            others = tuple(f for f in self.factors if f.sources or f not in straight)
         pairs = {factor: factor.to_measure(values, sizes[factor]) for factor in later}
         measured = self._measured(values, sizes, others, unread) if others else {}
         return Update(measured, pairs, unread=unread, backend=self._backend)
@@ -195,7 +200,7 @@ class Readers:
                 values, sizes[factor], joined=joined, before=before.get(factor)
             )
             if unread is not None:
-                unread.read(factor.statistic.names())
+                unread.read(factor.names())
 
         for factor in factors:
             factor.wait()  # a pending refresh may belong to several factors
@@ -204,7 +209,7 @@ class Readers:
 
     def _add_source(self, sums: Measurements, values: dict[str, Array]) -> None:
         """Add a further source of a batch to the measurements that it changes."""
-        names = dict.fromkeys(name for f in self._moving for name in f.statistic.names())
+        names = dict.fromkeys(name for f in self._moving for name in f.names())
         known = tensor_stats(tuple(names), values, self._backend)
         sizes = {factor: factor.check(values, known) for factor in self._moving}
 

@@ -81,27 +81,26 @@ class SampledMoment(KroneckerMoment):
     def add_to(
         self, out: Array, values: Values, backend: Backend, alpha: float, beta: float
     ) -> None:
-        if all(self._row_weights(uses, values) is not None for _, uses in self._parts):
+        if self._row_weights(values) is not None:
             KroneckerMoment.add_to(self, out, values, backend, alpha, beta)  # all rows that count
             return
         scale(out, beta)
         rng = np.random.default_rng(self.seed)
         shard = self.rows or RowRange(0, 1, 1)
-        for parts, uses in self._parts:
-            arrays = self._arrays(uses, values, backend)
-            # Images of the whole batch in each tensor.
-            batches = [len(x) // shard.count * shard.whole for x in arrays]
-            draws = self._draws(batches, arrays, self.features(values), rng)
-            # ÷ number of drawn rows: the mean of a sample estimates the mean of all rows.
-            total = sum(draw.count for draw in draws)
-            # Ranks weigh this measurement by their examples: their mean is the sum over all draws.
-            weight = alpha * shard.whole / (shard.count * total * parts)
-            for x, draw, batch in zip(arrays, draws, batches, strict=True):
-                if self.rows is not None:
-                    draw = draw.part(shard, batch, self.num_uses if len(uses) == 1 else 1)
-                if draw.count:
-                    images = x if draw.images is None else x[draw.images]
-                    self._add_piece(out, images, draw.rows, backend, weight)
+        arrays = self._arrays(values, backend)
+        # Images of the whole batch in each tensor.
+        batches = [len(x) // shard.count * shard.whole for x in arrays]
+        draws = self._draws(batches, arrays, self.features(values), rng)
+        # ÷ number of drawn rows: the mean of a sample estimates the mean of all rows.
+        total = sum(draw.count for draw in draws)
+        # Ranks weigh this measurement by their examples: their mean is the sum over all draws.
+        weight = alpha * shard.whole / (shard.count * total)
+        for x, draw, batch in zip(arrays, draws, batches, strict=True):
+            if self.rows is not None:
+                draw = draw.part(shard, batch, self.num_uses if len(arrays) == 1 else 1)
+            if draw.count:
+                images = x if draw.images is None else x[draw.images]
+                self._add_piece(out, images, draw.rows, backend, weight)
 
     def _draws(
         self,
@@ -110,7 +109,7 @@ class SampledMoment(KroneckerMoment):
         features: int,
         rng: np.random.Generator,
     ) -> list[_Draw]:
-        """Draw from the tensors of a part, with ``batches`` images in the whole batch."""
+        """Draw from the tensors, with ``batches`` images in the whole batch."""
         drawn = [self.sampling.examples(images, rng) for images in batches]
         lengths = [n if i is None else len(i) for n, i in zip(batches, drawn, strict=True)]
         positions = [self.view.count((1, *x.shape[1:])) for x in arrays]

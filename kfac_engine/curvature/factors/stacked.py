@@ -36,25 +36,22 @@ class GroupedMoment(KroneckerMoment):
     def add_to(
         self, out: Array, values: Values, backend: Backend, alpha: float, beta: float
     ) -> None:
-        for parts, uses in self._parts:
-            arrays = self._arrays(uses, values, backend)
-            weights = self._row_weights(uses, values)
-            if weights is not None:
-                self._add_weighted(out, arrays, weights, backend, alpha / parts, beta)
-                beta = 1.0
-                continue
-            rows = sum(self.view.count(x.shape) for x in arrays)
-            for x in arrays:
-                images, window = group_images(self.view, x, backend, self.groups, self.taps)
-                backend.patch_second_moment(
-                    at_least(out.dtype, images),
-                    window,
-                    out,
-                    homogeneous=self.homogeneous,
-                    alpha=alpha / (rows * parts),
-                    beta=beta,
-                )
-                beta = 1.0
+        arrays, weights = self._arrays(values, backend), self._row_weights(values)
+        if weights is not None:
+            self._add_weighted(out, arrays, weights, backend, alpha, beta)
+            return
+        rows = sum(self.view.count(x.shape) for x in arrays)
+        for x in arrays:
+            images, window = group_images(self.view, x, backend, self.groups, self.taps)
+            backend.patch_second_moment(
+                at_least(out.dtype, images),
+                window,
+                out,
+                homogeneous=self.homogeneous,
+                alpha=alpha / rows,
+                beta=beta,
+            )
+            beta = 1.0
 
     def _add_rows(
         self, out: Array, rows: Array, weights: Array, backend: Backend, alpha: float
@@ -84,7 +81,7 @@ class GroupedSquare(LayerSquare):
         d_in = group_width(rows - self.homogeneous, self.groups, self.taps)
         return self.groups, d_in + self.homogeneous, group_width(outputs, self.groups, 1)
 
-    def _add_part(self, out: Array, a: Array, ds: Array, backend: Backend, scale: float) -> None:
+    def _add_squares(self, out: Array, a: Array, ds: Array, backend: Backend, scale: float) -> None:
         x, window = group_images(self.input_view, a, backend, self.groups, self.taps)
         g, _ = group_images(self.output_view, ds, backend, self.groups, 1)
         backend.squared_gradients(

@@ -1,13 +1,13 @@
 """Defines the statistics that factors measure on the named values of a batch.
 
-A statistic stores the names of the tensors that it reads as ``tensors[source][part]``, each a
-tuple over uses. It adds its measurement to an array in place, the sum over sources of the mean over
-parts. Statistics are frozen: layers with equal statistics share a factor.
+A statistic stores the names of the tensors that it reads, over the uses of a layer. It adds its
+measurement to an array in place. Statistics are frozen: layers with equal statistics share a
+factor.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, ClassVar, TypeAlias, TypeVar
 
@@ -23,9 +23,6 @@ from kfac_engine.layers.views import View, examples, folded_shape, rows_per_exam
 
 # Names over the uses of a layer; a single name if there is one use, or one tensor of all uses.
 Uses: TypeAlias = tuple[str, ...]
-# [source][part] of names over uses.
-Tensors: TypeAlias = tuple[tuple[Uses, ...], ...]
-
 
 # Below this size, the call of a primitive (0.1 ms) takes longer than its computation.
 _SMALL_BYTES = 1 << 18
@@ -35,6 +32,7 @@ _TINY = 1e-30
 
 Name = TypeVar("Name", str, Uses)
 Measure = TypeVar("Measure", int, tuple[int, ...])
+Formula = TypeVar("Formula", bound="Statistic")
 
 
 def rows_name(name: str) -> str:
@@ -61,7 +59,12 @@ class Statistic(ABC):
     # Whether shape and count follow from the shapes of the values, unless their rows have weights.
     sizes_by_shape: ClassVar[bool] = False
 
-    tensors: Tensors  # names of the tensors that change from source to source
+    tensors: Uses  # names of the tensors that change from source to source
+
+    def renamed(self: Formula, other: "Statistic") -> Formula:
+        """Return the same formula of the tensors that a statistic of the same type reads."""
+        of_inputs = {"inputs": other.inputs} if isinstance(other, LayerPairs) else {}
+        return replace(self, tensors=other.tensors, **of_inputs)  # type: ignore[type-var] # dataclasses
 
     @abstractmethod
     def names(self) -> tuple[str, ...]:
@@ -81,7 +84,7 @@ class Statistic(ABC):
 
     @abstractmethod
     def batch_size(self, values: Values) -> int:
-        """Return the number of examples of all parts; an error if the parts differ in size."""
+        """Return the number of examples; an error if tensors differ in it."""
 
     def repeats(self, values: Values) -> int | float:
         """Return the number of rows for each example: uses × positions."""
@@ -154,6 +157,19 @@ class Sizes:
             return cls(shape, count, float(sum(values[name].size for name in statistic.names())))
         return cls(shape, count, count.rows * prod(shape) / 2)  # half the products of two features
 
+    @classmethod
+    def of_parts(cls, sources: Sequence[Sequence[Statistic]], values: Values) -> "Sizes":
+        """Return the sizes of a batch, of which ``[source][part]`` have names of their own.
+
+        A ShapeError is raised if the parts differ in shape or in the number of examples.
+        """
+        sizes = [[(part.names(), cls.of(part, values)) for part in source] for source in sources]
+        every = dict(pair for source in sizes for pair in source)
+        the_same("examples", {names: part.count.examples for names, part in every.items()})
+        shape = the_same("shapes", {names: part.shape for names, part in every.items()})
+        counts = [part.count for _, part in sizes[0]]
+        return cls(shape, sum(counts[1:], counts[0]), sum(part.work for part in every.values()))
+
 
 @dataclass(frozen=True, slots=True)
 class KroneckerMoment(Statistic):
@@ -163,10 +179,10 @@ class KroneckerMoment(Statistic):
     moment: ClassVar[str] = "matrix"
     sizes_by_shape: ClassVar[bool] = True
 
-    tensors: Tensors  # names ``[source][part]`` over uses
+    tensors: Uses  # names over uses
     view: View  # reads a tensor as rows
     homogeneous: bool = False  # whether rows end with a one
-    # Number of uses of the layer. A part with a single name has all uses in that tensor.
+    # Number of uses of the layer. A single name is a tensor of all uses.
     num_uses: int = 1
     # Name of a value whose first axis is the batch, such as the input of a loss. It separates
     # examples from positions and uses where the first axis of a tensor holds both.
@@ -174,18 +190,9 @@ class KroneckerMoment(Statistic):
     # Whether the first axis of that value holds examples only; otherwise it may hold positions as
     # well.
     exact: bool = False
-    # Every part of every source, after the number of parts; and all names.
-    _parts: Sequence[tuple[int, Uses]] = field(init=False, repr=False, compare=False)
-    _names: tuple[str, ...] = field(init=False, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        """Collect the names."""
-        parts = [(len(source), uses) for source in self.tensors for uses in source]
-        object.__setattr__(self, "_parts", parts)
-        object.__setattr__(self, "_names", tuple(name for _, uses in parts for name in uses))
 
     def names(self) -> tuple[str, ...]:
-        return self._names
+        return self.tensors
 
     def lengths(self) -> tuple[str, ...]:
         return () if self.batch is None else (self.batch,)
@@ -197,26 +204,19 @@ class KroneckerMoment(Statistic):
     def features(self, values: Values) -> int:
         """Return the number of features of a row, without the one."""
         widths = {}
-        for _, part in self._parts:
-            folded = self.num_uses if len(part) == 1 else 1
-            for name in part:
-                shape = folded_shape(values[name].shape, self.view, folded)
-                widths[name] = self.view.width(shape)
+        folded = self.num_uses if len(self.tensors) == 1 else 1
+        for name in self.tensors:
+            shape = folded_shape(values[name].shape, self.view, folded)
+            widths[name] = self.view.width(shape)
         return the_same("features", widths)
 
     def batch_size(self, values: Values) -> int:
-        view, uses, batch, total = self.view, self.num_uses, self._batch(values), 0
-        sizes: dict[str, int] = {}
-        for index, (_, part) in enumerate(self._parts):
-            shapes = [values[name].shape for name in part]
-            sizes[part[0]] = examples(shapes, view, uses)
-            if index < len(self.tensors[0]):
-                total += examples(shapes, view, uses, batch, exact=self.exact)
-        the_same("examples", sizes)
-        return total
+        shapes = [values[name].shape for name in self.tensors]
+        batch = self._batch(values)
+        return examples(shapes, self.view, self.num_uses, batch, exact=self.exact)
 
     def repeats(self, values: Values) -> int | float:
-        shapes = [values[name].shape for name in self.tensors[0][0]]
+        shapes = [values[name].shape for name in self.tensors]
         batch = self._batch(values)
         return rows_per_example(shapes, self.view, self.num_uses, batch, exact=self.exact)
 
@@ -225,38 +225,35 @@ class KroneckerMoment(Statistic):
         return len(values[self.batch]) if known else None  # type: ignore[index] # known: a name
 
     def weighted_rows(self, values: Values) -> float | None:
-        weights = [w for _, uses in self._parts for w in self._row_weights(uses, values) or ()]
-        return sum(w.sum().item() for w in weights) if weights else None
+        weights = self._row_weights(values)
+        return None if weights is None else sum(w.sum().item() for w in weights)
 
     @recordable
     def add_to(
         self, out: Array, values: Values, backend: Backend, alpha: float, beta: float
     ) -> None:
-        for parts, uses in self._parts:
-            arrays = self._arrays(uses, values, backend)
-            weights = self._row_weights(uses, values)
-            if weights is not None:
-                self._add_weighted(out, arrays, weights, backend, alpha / parts, beta)
-                beta = 1.0
-                continue
-            # ÷ rows: the mean over examples and positions, in both factors of a block. The block
-            # multiplies by the number of positions once. ÷ parts: the mean over parts.
-            scale = alpha / (sum(self.view.count(x.shape) for x in arrays) * parts)
-            for x in arrays if len(arrays) == 1 else side_by_side(arrays, backend):
-                self.view.second_moment(
-                    at_least(out.dtype, x),
-                    out,
-                    backend,
-                    homogeneous=self.homogeneous,
-                    alpha=scale,
-                    beta=beta,
-                )
-                beta = 1.0
+        arrays, weights = self._arrays(values, backend), self._row_weights(values)
+        if weights is not None:
+            self._add_weighted(out, arrays, weights, backend, alpha, beta)
+            return
+        # ÷ rows: the mean over examples and positions, in both factors of a block. The block
+        # multiplies by the number of positions once.
+        scale = alpha / sum(self.view.count(x.shape) for x in arrays)
+        for x in arrays if len(arrays) == 1 else side_by_side(arrays, backend):
+            self.view.second_moment(
+                at_least(out.dtype, x),
+                out,
+                backend,
+                homogeneous=self.homogeneous,
+                alpha=scale,
+                beta=beta,
+            )
+            beta = 1.0
 
-    def _row_weights(self, uses: Uses, values: Values) -> list[Array] | None:
-        """Return the weights of the rows of a part, for each tensor; None without weights."""
+    def _row_weights(self, values: Values) -> list[Array] | None:
+        """Return the weights of the rows of each tensor; None without weights."""
         weights = []
-        for name in uses:
+        for name in self.tensors:
             if (of_rows := rows_name(name)) not in values:
                 return None
             weights.append(values[of_rows])
@@ -271,7 +268,7 @@ class KroneckerMoment(Statistic):
         alpha: float,
         beta: float,
     ) -> None:
-        """Add the weighted mean over the rows of a part, without rows of weight 0."""
+        """Add the weighted mean over the rows, without rows of weight 0."""
         scale(out, beta)
         total = np.maximum(sum(w.sum().item() for w in weights), _TINY).item()
         for x, w in zip(arrays, weights, strict=True):
@@ -310,10 +307,10 @@ class KroneckerMoment(Statistic):
         rows = rows * xp.sqrt(weights).astype(rows.dtype)[:, None]
         backend.second_moment(rows, out, alpha=alpha, beta=1.0)
 
-    def _arrays(self, uses: Uses, values: Values, backend: Backend) -> list[Array]:
-        """Return the tensors of a part, a single tensor with all uses along its first axis."""
-        arrays = [backend.asarray(values[name]) for name in uses]
-        if len(uses) > 1 or self.num_uses == 1:
+    def _arrays(self, values: Values, backend: Backend) -> list[Array]:
+        """Return the tensors, a single tensor with all uses along its first axis."""
+        arrays = [backend.asarray(values[name]) for name in self.tensors]
+        if len(arrays) > 1 or self.num_uses == 1:
             return arrays
         return [x.reshape(folded_shape(x.shape, self.view, self.num_uses)) for x in arrays]
 
@@ -332,22 +329,19 @@ class KroneckerDiagonal(KroneckerMoment):
     ) -> None:
         scale(out, beta)
         squares = out[: out.size - self.homogeneous]
-        for parts, uses in self._parts:
-            arrays = self._arrays(uses, values, backend)
-            weights = self._row_weights(uses, values)
-            if weights is not None:
-                self._add_weighted(out, arrays, weights, backend, alpha / parts, 1.0)
+        arrays, weights = self._arrays(values, backend), self._row_weights(values)
+        if weights is not None:
+            self._add_weighted(out, arrays, weights, backend, alpha, 1.0)
+            return
+        share = alpha / sum(self.view.count(x.shape) for x in arrays)
+        for array in arrays:
+            if is_recorded(array):
+                self._add_rows(out, self.view.rows(array, backend), None, backend, share)
                 continue
-            rows = sum(self.view.count(x.shape) for x in arrays)
-            share = alpha / (rows * parts)
-            for array in arrays:
-                if is_recorded(array):
-                    self._add_rows(out, self.view.rows(array, backend), None, backend, share)
-                    continue
-                x, window = self.view.images(array, backend)
-                backend.patch_squares(x, window, squares, alpha=share, beta=1.0)
-            if self.homogeneous and not is_recorded(out):
-                out[-1] += alpha / parts
+            x, window = self.view.images(array, backend)
+            backend.patch_squares(x, window, squares, alpha=share, beta=1.0)
+        if self.homogeneous and not is_recorded(out):
+            out[-1] += alpha
 
     def _add_rows(
         self, out: Array, rows: Array, weights: Any, backend: Backend, alpha: float
@@ -367,36 +361,24 @@ class KroneckerDiagonal(KroneckerMoment):
 class LayerPairs(Statistic):
     """Base of statistics that read the input and the output gradient of a layer."""
 
-    inputs: tuple[Uses, ...]  # names of the input of the layer, ``[part]``
-    tensors: Tensors  # names of output gradients, ``[source][part]``
+    inputs: Uses  # names of the layer's input, over uses
+    tensors: Uses  # names of the output gradient, over uses
 
     def names(self) -> tuple[str, ...]:
-        outputs = (n for source in self.tensors for part in source for n in part)
-        return (*(n for part in self.inputs for n in part), *outputs)
+        return (*self.inputs, *self.tensors)
 
     def products(self) -> tuple[tuple[str, str], ...]:
-        return tuple((a, ds) for _, a, ds in self.pairs())
+        return tuple(zip(self.inputs, self.tensors, strict=True))
 
     def batch_size(self, values: Values) -> int:
-        sizes = {name: len(values[name]) for _, *pair in self.pairs() for name in pair}
-        return the_same("examples", sizes) * len(self.inputs)
-
-    def pairs(self) -> Iterator[tuple[int, str, str]]:
-        """Yield the number of parts, the input and the gradient of every part and source."""
-        for source in self.tensors:
-            for (a, *_), (ds, *_) in zip(self.inputs, source, strict=True):
-                yield len(source), a, ds
+        return the_same("examples", {name: len(values[name]) for name in self.names()})
 
 
 @dataclass(frozen=True, slots=True)
 class LayerSquare(LayerPairs):
     """Mean over examples of the squared per-example gradient of a layer, packed ``(d_in, d_out)``.
 
-    An example's gradient is the sum over positions of ``a dsᵀ``.
-
-    Attributes:
-        inputs: Names of the input of the layer, ``[part]``.
-        tensors: Names of output gradients, ``[source][part]``.
+    An example's gradient is the sum over positions of ``a dsᵀ``. The layer has one use.
     """
 
     input_view: View  # reads the inputs
@@ -404,28 +386,24 @@ class LayerSquare(LayerPairs):
     homogeneous: bool  # whether the layer has a bias
 
     def shape(self, values: Values) -> tuple[int, ...]:
-        d_in: dict[str, int] = {}
-        d_out: dict[str, int] = {}
-        for _, a, ds in self.pairs():
-            x, g = values[a].shape, values[ds].shape
-            d_in[a], d_out[ds] = self.input_view.width(x), self.output_view.width(g)
-            the_same("rows", {a: self.input_view.count(x), ds: self.output_view.count(g)})
-        return the_same("features", d_in) + self.homogeneous, the_same("features", d_out)
+        (a,), (ds,) = self.inputs, self.tensors
+        x, g = values[a].shape, values[ds].shape
+        the_same("rows", {a: self.input_view.count(x), ds: self.output_view.count(g)})
+        return self.input_view.width(x) + self.homogeneous, self.output_view.width(g)
 
     def repeats(self, values: Values) -> int:
-        name = self.tensors[0][0][0]
+        (name,) = self.tensors
         return self.output_view.count(values[name].shape) // len(values[name])
 
     def add_to(
         self, out: Array, values: Values, backend: Backend, alpha: float, beta: float
     ) -> None:
         scale(out, beta)
-        for parts, *names in self.pairs():
-            # Products in half precision would overflow.
-            a, ds = (backend.asarray(values[n]).astype(out.dtype, copy=False) for n in names)
-            self._add_part(out, a, ds, backend, alpha / (len(ds) * parts))
+        # Products in half precision would overflow.
+        a, ds = (backend.asarray(values[n]).astype(out.dtype, copy=False) for n in self.names())
+        self._add_squares(out, a, ds, backend, alpha / len(ds))
 
-    def _add_part(self, out: Array, a: Array, ds: Array, backend: Backend, scale: float) -> None:
+    def _add_squares(self, out: Array, a: Array, ds: Array, backend: Backend, scale: float) -> None:
         x, window = self.input_view.images(a, backend)
         g, _ = self.output_view.images(ds, backend)
         backend.squared_gradients(
@@ -440,11 +418,6 @@ def the_same(what: str, measured: Mapping[Name, Measure]) -> Measure:
         listed = ", ".join(f"{measure} in {name!r}" for name, measure in measured.items())
         raise ShapeError(f"tensors of one statistic differ in their {what}: {listed}.")
     return measures[0]
-
-
-def one_use(names: Sequence[str]) -> tuple[Uses, ...]:
-    """Return the names of parts over one use."""
-    return tuple((name,) for name in names)
 
 
 def side_by_side(arrays: Sequence[Array], backend: Backend) -> Iterator[Array]:
@@ -498,29 +471,21 @@ class ReducedMoment(KroneckerMoment):
     def add_to(
         self, out: Array, values: Values, backend: Backend, alpha: float, beta: float
     ) -> None:
-        for parts, uses in self._parts:
-            weights = self._row_weights(uses, values)
-            if weights is not None:
-                arrays = self._arrays(uses, values, backend)
-                self._add_weighted(out, arrays, weights, backend, alpha / parts, beta)
-                beta = 1.0
-                continue
-            for x in self._arrays(uses, values, backend):
-                share = alpha / (len(x) * parts)
-                rows = self._reduced(x, out.dtype, backend)
-                backend.second_moment(
-                    rows, out, homogeneous=self.homogeneous, alpha=share, beta=beta
-                )
-                beta = 1.0
+        arrays, weights = self._arrays(values, backend), self._row_weights(values)
+        if weights is not None:
+            self._add_weighted(out, arrays, weights, backend, alpha, beta)
+            return
+        for x in arrays:
+            rows, share = self._reduced(x, out.dtype, backend), alpha / len(x)
+            backend.second_moment(rows, out, homogeneous=self.homogeneous, alpha=share, beta=beta)
+            beta = 1.0
 
     def weighted_rows(self, values: Values) -> float | None:
-        weights = [self._row_weights(uses, values) for _, uses in self._parts]
-        if weights[0] is None:
+        weights = self._row_weights(values)
+        if weights is None:
             return None
         examples = self.batch_size(values)
-        return sum(
-            float(w.reshape(examples, -1).max(axis=1).sum()) for ws in weights for w in ws or ()
-        )
+        return sum(float(w.reshape(examples, -1).max(axis=1).sum()) for w in weights)
 
     def _add_weighted(
         self,
@@ -573,20 +538,21 @@ class GradientSquare(Statistic):
 
     of_sums: ClassVar[bool] = True
 
-    tensors: Tensors  # names of parameter gradients, ``[source][0]``, a tuple over parameters
-    # Number of examples, or name of a value whose first axis is the batch, ``[part]``.
+    tensors: Uses  # names of parameter gradients
+    # Numbers of examples, or names of values whose first axes are parts of the batch.
     batch: tuple[int | str, ...]
 
     def names(self) -> tuple[str, ...]:
-        return tuple(name for source in self.tensors for name in source[0])
+        return self.tensors
 
     def lengths(self) -> tuple[str, ...]:
         return tuple(batch for batch in self.batch if isinstance(batch, str))
 
     def shape(self, values: Values) -> tuple[int, ...]:
-        if len(self.tensors[0][0]) != 1:
+        if len(self.tensors) != 1:
             raise InputError("the naive diagonal takes one parameter; use 'full' for several.")
-        return the_same("shapes", {name: values[name].shape for name in self.names()})
+        shape: tuple[int, ...] = values[self.tensors[0]].shape
+        return shape
 
     def batch_size(self, values: Values) -> int:
         missing = [name for name in self.lengths() if name not in values]
@@ -597,17 +563,18 @@ class GradientSquare(Statistic):
     def add_to(
         self, out: Array, values: Values, backend: Backend, alpha: float, beta: float
     ) -> None:
-        for name in self.names():
-            g = backend.asarray(values[name]).astype(out.dtype, copy=False)
-            self._add_square(out, g, backend, alpha / self.batch_size(values), beta)
-            beta = 1.0
+        g = self._gradient(values, backend).astype(out.dtype, copy=False)
+        self._add_square(out, g, backend, alpha / self.batch_size(values), beta)
 
     def sums(self, values: Values, dtype: DType, backend: Backend) -> Array:
-        """Return the mean gradient of each source, ``(sources, entries)``."""
-        xp = backend.xp
-        parts = ([backend.asarray(values[n]).reshape(-1) for n in s[0]] for s in self.tensors)
-        rows: Array = xp.stack([xp.concatenate(source) for source in parts])
-        return rows.astype(dtype) / self.batch_size(values)
+        """Return the mean gradient of a source, ``(1, entries)``."""
+        return self._gradient(values, backend)[None].astype(dtype) / self.batch_size(values)
+
+    def _gradient(self, values: Values, backend: Backend) -> Array:
+        """Return the gradients of all parameters, ``(entries,)``."""
+        flat = [backend.asarray(values[name]).reshape(-1) for name in self.tensors]
+        joined: Array = flat[0] if len(flat) == 1 else backend.xp.concatenate(flat)
+        return joined
 
     def add_sums(
         self, out: Array, sums: Array, examples: int, backend: Backend, alpha: float, beta: float
@@ -629,21 +596,8 @@ class GradientOuter(GradientSquare):
     """Outer product of the gradient summed over the batch, divided by the batch size."""
 
     def shape(self, values: Values) -> tuple[int, ...]:
-        sizes = {
-            names: sum(prod(values[name].shape) for name in names) for names, *_ in self.tensors
-        }
-        size = the_same("entries", sizes)
+        size = sum(prod(values[name].shape) for name in self.tensors)
         return size, size
-
-    def add_to(
-        self, out: Array, values: Values, backend: Backend, alpha: float, beta: float
-    ) -> None:
-        xp = backend.xp
-        for names, *_ in self.tensors:
-            parts = [backend.asarray(values[name]).reshape(-1) for name in names]
-            g = xp.concatenate(parts).astype(out.dtype, copy=False)
-            self._add_square(out, g, backend, alpha / self.batch_size(values), beta)
-            beta = 1.0
 
     def _add_square(
         self, out: Array, g: Array, backend: Backend, alpha: float, beta: float
@@ -662,11 +616,8 @@ class GradientOuter(GradientSquare):
 class ScaleShiftMoment(LayerPairs):
     """Mean over examples of ``v vᵀ`` with ``v = [scale's gradient, shift's gradient]``.
 
-    The gradient of an example is summed over the uses of the parameters.
-
-    Attributes:
-        inputs: Names of the data before scaling, ``[part]``; empty without a scale.
-        tensors: Names of output gradients, ``[source][part]``.
+    The gradient of an example is summed over the uses of the parameters. The inputs are the data
+    before scaling; there are none without a scale.
     """
 
     scale: BroadcastShape | None  # axes that are summed for the scale; None without a scale
@@ -692,7 +643,7 @@ class ScaleShiftMoment(LayerPairs):
         sums = [reduction for reduction in (self.scale, self.shift) if reduction]
         sizes = {
             name: sum(entries(values[name].shape, reduction) for reduction in sums)
-            for name in self._gradient_names()
+            for name in self.tensors
         }
         return the_same("entries", sizes)
 
@@ -701,52 +652,40 @@ class ScaleShiftMoment(LayerPairs):
         return size, size
 
     def products(self) -> tuple[tuple[str, str], ...]:
-        return tuple(
-            pair
-            for source in self.tensors
-            for xs, gradients in zip(self.inputs, source, strict=True)
-            for pair in zip(xs, gradients, strict=False)
-        )
+        return tuple(zip(self.inputs, self.tensors, strict=False))
 
     def batch_size(self, values: Values) -> int:
         if self.sets:
-            return len(values[self.batch]) * len(self.inputs)
+            return len(values[self.batch])
         reduction = self.scale or self.shift
         axis = reduction.batch_axis if reduction else 0
-        sizes = {name: values[name].shape[axis] for name in self._gradient_names()}
-        examples: int = the_same("examples", sizes)
-        return examples * len(self.inputs)
+        examples: int = the_same(
+            "examples", {name: values[name].shape[axis] for name in self.tensors}
+        )
+        return examples
 
     def add_to(
         self, out: Array, values: Values, backend: Backend, alpha: float, beta: float
     ) -> None:
-        for parts, v in self._gradients(out, values, backend):
-            count = self._count(v, values)
-            backend.second_moment(v, out, alpha=alpha / (count * parts), beta=beta)
-            beta = 1.0
+        v = self._gradients(out, values, backend)
+        backend.second_moment(v, out, alpha=alpha / self._count(v, values), beta=beta)
 
     def _count(self, v: Array, values: Values) -> int:
-        """Return the number of examples of a part; those without a gradient are not in ``v``."""
+        """Return the number of examples; those without a gradient are not in ``v``."""
         return len(values[self.batch]) if self.sets else len(v)
 
-    def _gradient_names(self) -> Iterator[str]:
-        return (name for source in self.tensors for part in source for name in part)
-
-    def _gradients(
-        self, out: Array, values: Values, backend: Backend
-    ) -> Iterator[tuple[int, Array]]:
-        """Yield ``v`` of each example, for every part of every source, in the average's type."""
-        for source in self.tensors:
-            for xs, gradients in zip(self.inputs, source, strict=True):
-                v: dict[int, Array] = {}
-                for use, name in enumerate(gradients):
-                    ds = values[name].astype(out.dtype, copy=False)
-                    x = values[xs[use]].astype(out.dtype, copy=False) if xs else None
-                    term = self._of_use(x, ds, backend)
-                    number = self.sets[use] if self.sets else 0
-                    v[number] = v[number] + term if number in v else term
-                every = [*v.values()]
-                yield len(source), every[0] if len(every) == 1 else backend.xp.concatenate(every)
+    def _gradients(self, out: Array, values: Values, backend: Backend) -> Array:
+        """Return ``v`` of each example in the average's type."""
+        v: dict[int, Array] = {}
+        for use, name in enumerate(self.tensors):
+            ds = values[name].astype(out.dtype, copy=False)
+            x = values[self.inputs[use]].astype(out.dtype, copy=False) if self.inputs else None
+            term = self._of_use(x, ds, backend)
+            number = self.sets[use] if self.sets else 0
+            v[number] = v[number] + term if number in v else term
+        every = [*v.values()]
+        joined: Array = every[0] if len(every) == 1 else backend.xp.concatenate(every)
+        return joined
 
     def _of_use(self, x: Array | None, ds: Array, backend: Backend) -> Array:
         """Return the contribution of a use to ``v``."""
@@ -773,7 +712,6 @@ class ScaleShiftSquare(ScaleShiftMoment):
     def add_to(
         self, out: Array, values: Values, backend: Backend, alpha: float, beta: float
     ) -> None:
-        for parts, v in self._gradients(out, values, backend):
-            squares = backend.xp.einsum("ni,ni->i", v, v)
-            backend.add_scaled(out, squares, alpha / (self._count(v, values) * parts), beta)
-            beta = 1.0
+        v = self._gradients(out, values, backend)
+        squares = backend.xp.einsum("ni,ni->i", v, v)
+        backend.add_scaled(out, squares, alpha / self._count(v, values), beta)

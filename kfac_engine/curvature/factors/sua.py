@@ -20,7 +20,7 @@ from kfac_engine.backend.protocol import Backend
 from kfac_engine.curvature.config import CollectionConfig
 from kfac_engine.curvature.factors.base import FisherFactor
 from kfac_engine.curvature.factors.refresh import Damping, RefreshTask, Request, Result, damping_id
-from kfac_engine.curvature.factors.statistics import KroneckerMoment, Tensors, scale
+from kfac_engine.curvature.factors.statistics import KroneckerMoment, Uses, scale
 from kfac_engine.errors import (
     InputError,
     NotReadyError,
@@ -46,8 +46,8 @@ class PixelCovariance(KroneckerMoment):
     def configured(  # noqa: PLR0913 (the fields of a statistic)
         cls,
         config: CollectionConfig,
+        tensors: Uses,
         *,
-        tensors: Tensors,
         view: View,
         homogeneous: bool,
         taps: int,
@@ -76,7 +76,7 @@ class PixelCovariance(KroneckerMoment):
 
     def sums(self, values: Values, dtype: DType, backend: Backend) -> Array:
         """Return the second moment of pixels with a one, ``(1, C + 1, C + 1)``."""
-        if any(self._row_weights(uses, values) is not None for _, uses in self._parts):
+        if self._row_weights(values) is not None:
             raise UnsupportedError(
                 "'kron_sua' measures pixels, not patches, so that it cannot leave out the patches "
                 "of targets that do not count; choose another approximation."
@@ -101,7 +101,7 @@ class PixelCovariance(KroneckerMoment):
         scale(out, beta)
         out[:channels] += alpha * moment[:-1, :-1]
         if self.centred:
-            # After the mean over parts: two parts then equal one of both.
+            # After the mean over parts of a batch: two parts then equal one of both.
             out[:channels] -= alpha * backend.xp.outer(mean, mean)
         if self.with_mean:
             out[-1] += alpha * mean

@@ -20,7 +20,7 @@ Source: Gao et al. 2020, arXiv:2011.10741 (Kronecker products with the trace of 
 """
 
 from collections import ChainMap
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, overload
 
@@ -57,16 +57,15 @@ class IdCounts(KroneckerDiagonal):
     def add_to(
         self, out: Array, values: Values, backend: Backend, alpha: float, beta: float
     ) -> None:
-        for parts, uses in self._parts:
-            arrays = self._arrays(uses, self._in_rows(values), backend)
-            weights = self._row_weights(uses, values)
-            shares: Sequence[Array | None] = weights or [None] * len(arrays)
-            rows = sum(self.view.count(ids.shape) for ids in arrays)
-            total = rows if weights is None else sum(float(w.sum()) for w in weights)
-            for ids, share in zip(arrays, shares, strict=True):
-                counts = self._ids.counts(ids, backend, share)
-                backend.add_scaled(out, counts, alpha / (max(total, 1e-30) * parts), beta)
-                beta = 1.0
+        arrays = self._arrays(self._in_rows(values), backend)
+        weights = self._row_weights(values)
+        shares: Sequence[Array | None] = weights or [None] * len(arrays)
+        rows = sum(self.view.count(ids.shape) for ids in arrays)
+        total = rows if weights is None else sum(float(w.sum()) for w in weights)
+        for ids, share in zip(arrays, shares, strict=True):
+            counts = self._ids.counts(ids, backend, share)
+            backend.add_scaled(out, counts, alpha / max(total, 1e-30), beta)
+            beta = 1.0
 
     @property
     def _ids(self) -> TokenIdView:
@@ -146,34 +145,22 @@ class TableRows(LayerPairs):
     view: RowView  # reads features, and the gradients of all uses
     lookups: int  # Number of uses by token ids. They come first, before the products.
 
-    def pairs(self) -> Iterator[tuple[int, str, str]]:
-        for parts, uses in self._uses():
-            for a, ds in uses:
-                yield parts, a, ds
-
     def repeats(self, values: Values) -> int | float:
-        inputs = self.inputs[0][self.lookups :]
+        inputs = self.inputs[self.lookups :]
         return sum(self.view.count(values[a].shape) // len(values[a]) for a in inputs)
 
     def add_to(
         self, out: Array, values: Values, backend: Backend, alpha: float, beta: float
     ) -> None:
         scale(out, beta)
-        for parts, uses in self._uses():
-            for use, (a, ds) in enumerate(uses):
-                share = alpha / (len(values[ds]) * parts)
-                gradients = self._rows(values[ds], out, backend)
-                if use < self.lookups:
-                    self._add_lookup(out, backend.asarray(values[a]), gradients, backend, share)
-                else:
-                    features = self._rows(values[a], out, backend)
-                    self._add_product(out, features, gradients, backend, share)
-
-    def _uses(self) -> Iterator[tuple[int, list[tuple[str, str]]]]:
-        """Yield the number of parts, and the inputs and gradients over uses, of each part."""
-        for source in self.tensors:
-            for inputs, gradients in zip(self.inputs, source, strict=True):
-                yield len(source), list(zip(inputs, gradients, strict=True))
+        for use, (a, ds) in enumerate(self.products()):
+            share = alpha / len(values[ds])
+            gradients = self._rows(values[ds], out, backend)
+            if use < self.lookups:
+                self._add_lookup(out, backend.asarray(values[a]), gradients, backend, share)
+            else:
+                features = self._rows(values[a], out, backend)
+                self._add_product(out, features, gradients, backend, share)
 
     def _rows(self, x: Array, out: Array, backend: Backend) -> Array:
         """Return the rows of a tensor, ``(m, d)``."""
@@ -199,11 +186,8 @@ class TableFeatures(TableRows):
     """``Σ ‖δ‖² h hᵀ + Σ ε εᵀ``, ``(features, features)``."""
 
     def shape(self, values: Values) -> tuple[int, ...]:
-        widths: dict[str, int] = {}
-        for _, uses in self._uses():
-            names = [ds if use < self.lookups else a for use, (a, ds) in enumerate(uses)]
-            widths |= {name: self.view.width(values[name].shape) for name in names}
-        d = the_same("features", widths)
+        names = (*self.tensors[: self.lookups], *self.inputs[self.lookups :])
+        d = the_same("features", {name: self.view.width(values[name].shape) for name in names})
         return d, d
 
     def _add_lookup(
@@ -241,10 +225,10 @@ class TableEntries(TableRows):
     def shape(self, values: Values) -> tuple[int, ...]:
         vocabulary = self.ids.vocabulary
         widths = {"the table": vocabulary}
-        for _, uses in self._uses():
-            for a, _ in uses[: self.lookups]:
-                self.ids.check(a, values[a])
-            widths |= {ds: self.view.width(values[ds].shape) for _, ds in uses[self.lookups :]}
+        for a in self.inputs[: self.lookups]:
+            self.ids.check(a, values[a])
+        products = self.tensors[self.lookups :]
+        widths |= {ds: self.view.width(values[ds].shape) for ds in products}
         return (the_same("entries of the vocabulary", widths),)
 
     def _add_lookup(

@@ -31,7 +31,7 @@ class WholeMoment(LayerPairs):
     form: LayerForm
 
     def shape(self, values):
-        ((_, a, ds),) = self.pairs()
+        ((a, ds),) = self.products()
         bias = self.form.packing.has_bias
         size = (values[a].shape[-1] + bias) * values[ds].shape[-1]
         return size, size
@@ -40,8 +40,7 @@ class WholeMoment(LayerPairs):
         return 1
 
     def add_to(self, out, values, backend, alpha, beta):
-        ((_, *names),) = self.pairs()
-        a, ds = (values[name].astype(out.dtype) for name in names)
+        a, ds = (values[name].astype(out.dtype) for name in self.names())
         a, ds = (x.reshape(len(x), -1, x.shape[-1]) for x in (a, ds))
         layout = self.form.packing.weight_format.lower()
         parts = [np.einsum(f"nti,nto->n{layout}", a, ds)]
@@ -63,10 +62,9 @@ class WholeLayerFB(SingleFactorFB):
         return ((size, size),)
 
     def _make_factors(self, grads_list):
-        moment = WholeMoment(
-            tuple(self._tensors.inputs), self._tensors.gradients(grads_list), self.form
+        self._factor = self._make_factor(
+            DenseSquareMatrixFactor, lambda x, ds: WholeMoment(x, ds, self.form), grads_list
         )
-        self._factor = self._collection.make_or_get_factor(DenseSquareMatrixFactor, (moment,))
 
 
 @pytest.fixture(autouse=True)

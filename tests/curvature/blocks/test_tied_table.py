@@ -57,7 +57,7 @@ def layer(case, dtype=np.float64, n=3, approx="kron"):
 def terms(collection, gradients, values, lookups):
     """Row by row: features and entries of the table whose gradients are multiplied."""
     (block,) = collection.get_blocks()
-    inputs = block._tensors.inputs
+    inputs = [names for names, _ in block._parts]
     for source in gradients:
         for names, ds in zip(inputs, source, strict=True):
             for use, (a, g) in enumerate(zip(names, ds, strict=True)):

@@ -51,7 +51,7 @@ def constant(damping):
 
 
 def make(config=None, backend=None):
-    statistic = KroneckerMoment(((("x",),),), RowView())
+    statistic = KroneckerMoment(("x",), RowView())
     return DenseSquareMatrixFactor(statistic, config=config, backend=backend)
 
 

@@ -14,11 +14,11 @@ D, N = 4, 6
 
 
 def kronecker_side():
-    return DiagonalFactor(KroneckerDiagonal(((("x",),),), RowView()))
+    return DiagonalFactor(KroneckerDiagonal(("x",), RowView()))
 
 
 def parameter(config=None):
-    return DiagonalFactor(GradientSquare(((("g",),),), (N,)), config=config)
+    return DiagonalFactor(GradientSquare(("g",), (N,)), config=config)
 
 
 def draw(*shape, seed=0, dtype=np.float64):
@@ -91,7 +91,7 @@ def test_operands_of_another_size_are_refused():
 
 
 def layer():
-    return DiagonalFactor(LayerSquare((("x",),), ((("ds",),),), RowView(), RowView(), False))
+    return DiagonalFactor(LayerSquare(("x",), ("ds",), RowView(), RowView(), False))
 
 
 def test_products_whose_squares_overflow_single_precision_make_the_average_double():

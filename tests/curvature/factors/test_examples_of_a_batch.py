@@ -15,7 +15,7 @@ def updates_of(collection, gradients):
     updates = {}
     for factor in collection.get_factors():
         factor.instantiate_cov_variables()
-        updates[factor.statistic.names()] = factor.make_covariance_update_op(0.95)
+        updates[factor.names()] = factor.make_covariance_update_op(0.95)
     return updates
 
 

@@ -35,7 +35,7 @@ def batch(seed):
 
 
 def tokens_reduced():
-    return DenseSquareMatrixFactor(ReducedMoment(((("tokens",),),), RowView(), True, mean=True))
+    return DenseSquareMatrixFactor(ReducedMoment(("tokens",), RowView(), True, mean=True))
 
 
 ADDITIVE = {
@@ -101,7 +101,7 @@ def test_a_measurement_leaves_the_average_as_it_is():
     assert factor.average.weight == weight
 
 
-@pytest.mark.parametrize("make", ADDITIVE.values(), ids=ADDITIVE)
+@pytest.mark.parametrize("make", [make for make in ADDITIVE.values() if not make().sources])
 def test_a_batch_that_is_measured_straight_into_the_average_gives_that_of_a_measurement(make):
     straight, measured = make(), make()
     for seed in (0, 10):

@@ -43,7 +43,7 @@ class Counting(NumpyBackend):
 def factors(backend, exps):
     made = []
     for index, side in enumerate(SIDES):
-        statistic = KroneckerMoment((((f"x{index}",),),), RowView())
+        statistic = KroneckerMoment((f"x{index}",), RowView())
         factor = DenseSquareMatrixFactor(statistic, backend=backend)
         rows = np.random.default_rng(index).normal(size=(20, side)).astype(np.float32)
         factor.update({f"x{index}": backend.asarray(rows)}, 0.9)
@@ -98,7 +98,7 @@ def test_inverses_and_roots_are_those_of_the_lower_triangles(above):
 
 def test_a_factor_without_an_average_is_named():
     made = factors(NumpyBackend(), (-1,))
-    empty = DenseSquareMatrixFactor(KroneckerMoment(((("y",),),), RowView()))
+    empty = DenseSquareMatrixFactor(KroneckerMoment(("y",), RowView()))
     empty.register_matpower(-1, lambda: 0.1)
     with pytest.raises(NotReadyError, match="y"):
         refresh([*made, empty], made[0].backend)

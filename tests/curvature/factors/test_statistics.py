@@ -5,6 +5,13 @@ import pytest
 
 import kfac_engine as ke
 from kfac_engine.backend.cpu.backend import NumpyBackend
+from kfac_engine.compat.factors import (
+    DiagonalKroneckerFactor,
+    FullyConnectedKroneckerFactor,
+    NaiveDiagonalFactor,
+    NaiveFullFactor,
+)
+from kfac_engine.curvature.factors.base import FisherFactor
 from kfac_engine.curvature.factors.dense import DenseSquareMatrixFactor
 from kfac_engine.curvature.factors.diagonal import DiagonalFactor
 from kfac_engine.curvature.factors.statistics import (
@@ -40,7 +47,7 @@ def measured(statistic, values, *, dtype=np.float64, alpha=1.0, old=None, beta=0
 @pytest.mark.parametrize("sizes", [[3] * 60, [3, 4, 5] * 20, [3, 20_000, 3]], ids=str)
 def test_many_small_uses_are_measured_like_each_alone(sizes):
     values = {f"x{i}": draw(size, 4, 2, seed=i) for i, size in enumerate(sizes)}
-    found = measured(KroneckerMoment(((tuple(values),),), RowView(1), True), values)
+    found = measured(KroneckerMoment(tuple(values), RowView(1), True), values)
     rows = np.concatenate([np.moveaxis(x, 1, -1).reshape(-1, 4) for x in values.values()])
     expected = mean_outer(list(rows), homogeneous=True)
     np.testing.assert_allclose(found, expected, atol=EXACT)
@@ -77,31 +84,31 @@ def mean_outer(rows, homogeneous=False):
 def test_a_kronecker_side_is_the_mean_outer_product_of_all_rows(shape, axis, homogeneous):
     x = draw(*shape)
     expected = mean_outer(features(x, axis), homogeneous)
-    moment = KroneckerMoment(((("x",),),), RowView(axis), homogeneous)
+    moment = KroneckerMoment(("x",), RowView(axis), homogeneous)
     np.testing.assert_allclose(measured(moment, {"x": x}), expected, atol=EXACT)
-    diagonal = KroneckerDiagonal(((("x",),),), RowView(axis), homogeneous)
+    diagonal = KroneckerDiagonal(("x",), RowView(axis), homogeneous)
     np.testing.assert_allclose(measured(diagonal, {"x": x}), np.diag(expected), atol=EXACT)
 
 
 @pytest.mark.parametrize("homogeneous", [False, True], ids=["plain", "with a one"])
 def test_sources_are_summed_and_towers_averaged(homogeneous):
     arrays = {f"{s}{t}": draw(4, 3, seed=10 * s + t) for s in range(3) for t in range(2)}
-    tensors = tuple(tuple((f"{s}{t}",) for t in range(2)) for s in range(3))
+    names = [[f"{s}{t}" for t in range(2)] for s in range(3)]
     expected = sum(mean_outer(list(x), homogeneous) for x in arrays.values()) / 2
-    moment = KroneckerMoment(tensors, ROWS, homogeneous)
-    np.testing.assert_allclose(measured(moment, arrays), expected, atol=EXACT)
-    diagonal = KroneckerDiagonal(tensors, ROWS, homogeneous)
-    np.testing.assert_allclose(measured(diagonal, arrays), np.diag(expected), atol=EXACT)
+    dense = FullyConnectedKroneckerFactor(names, has_bias=homogeneous)
+    np.testing.assert_allclose(update(dense, arrays), expected, atol=EXACT)
+    diagonal = DiagonalKroneckerFactor(names, has_bias=homogeneous)
+    np.testing.assert_allclose(update(diagonal, arrays), np.diag(expected), atol=EXACT)
 
 
 @pytest.mark.parametrize(
     "statistic",
     [
-        KroneckerMoment(((("x",), ("y",)),), ROWS, True),
-        KroneckerDiagonal(((("x",), ("y",)),), ROWS, True),
-        LayerSquare((("x",),), ((("y",),),), ROWS, ROWS, True),
-        GradientSquare(((("x",),),), (4,)),
-        GradientOuter(((("x", "y"),),), (4,)),
+        KroneckerMoment(("x", "y"), ROWS, True),
+        KroneckerDiagonal(("x", "y"), ROWS, True),
+        LayerSquare(("x",), ("y",), ROWS, ROWS, True),
+        GradientSquare(("x",), (4,)),
+        GradientOuter(("x", "y"), (4,)),
     ],
     ids=lambda statistic: type(statistic).__name__,
 )
@@ -119,7 +126,7 @@ def test_a_measurement_is_added_to_the_scaled_old(statistic):
 
 def test_few_examples_at_a_time_give_the_same_diagonal():
     values = {"x": draw(7, 3), "d": draw(7, 2, seed=1)}
-    statistic = LayerSquare((("x",),), ((("d",),),), ROWS, ROWS, True)
+    statistic = LayerSquare(("x",), ("d",), ROWS, ROWS, True)
     out = np.zeros((4, 2))
     statistic.add_to(out, values, NumpyBackend(scratch_bytes=1), 1.0, 0.0)
     np.testing.assert_allclose(out, measured(statistic, values), atol=EXACT)
@@ -131,11 +138,11 @@ def test_few_examples_at_a_time_give_the_same_diagonal():
 # -- element types ---------------------------------------------------------------------------------
 
 ALL = [
-    KroneckerMoment(((("x",),),), ROWS, True),
-    KroneckerDiagonal(((("x",),),), ROWS, True),
-    LayerSquare((("x",),), ((("x",),),), ROWS, ROWS, True),
-    GradientSquare(((("x",),),), (4,)),
-    GradientOuter(((("x",),),), (4,)),
+    KroneckerMoment(("x",), ROWS, True),
+    KroneckerDiagonal(("x",), ROWS, True),
+    LayerSquare(("x",), ("x",), ROWS, ROWS, True),
+    GradientSquare(("x",), (4,)),
+    GradientOuter(("x",), (4,)),
 ]
 
 
@@ -144,6 +151,8 @@ def name_of(statistic):
 
 
 def factor_of(statistic):
+    if isinstance(statistic, FisherFactor):
+        return statistic
     dense = isinstance(statistic, GradientOuter) or type(statistic) is KroneckerMoment
     return (DenseSquareMatrixFactor if dense else DiagonalFactor)(statistic)
 
@@ -170,7 +179,7 @@ def test_statistics_are_as_exact_as_the_data_and_at_least_single(statistic, give
 
 
 def test_a_side_of_mixed_types_is_as_exact_as_the_better():
-    statistic = LayerSquare((("x",),), ((("d",),),), ROWS, ROWS, False)
+    statistic = LayerSquare(("x",), ("d",), ROWS, ROWS, False)
     values = {"x": draw(4, 3).astype(np.float32), "d": draw(4, 2, seed=1)}
     assert update(factor_of(statistic), values).dtype == np.float64
 
@@ -180,12 +189,12 @@ def test_a_side_of_mixed_types_is_as_exact_as_the_better():
 
 def test_statistics_of_the_same_tensors_are_equal_and_others_are_not():
     def moment(name="x", homogeneous=True, axis=-1):
-        return KroneckerMoment((((name,),),), RowView(axis), homogeneous)
+        return KroneckerMoment((name,), RowView(axis), homogeneous)
 
     assert moment() == moment()
     assert hash(moment()) == hash(moment())
     others = [moment("y"), moment(homogeneous=False), moment(axis=1)]
-    others.append(KroneckerDiagonal(((("x",),),), ROWS, True))
+    others.append(KroneckerDiagonal(("x",), ROWS, True))
     assert all(moment() != other for other in others)
 
 
@@ -197,29 +206,29 @@ GOOD = {"x": draw(4, 3), "y": draw(4, 3, seed=1), "t": draw(4, 2, 3), "g": draw(
 @pytest.mark.parametrize(
     ("statistic", "values", "error", "says"),
     [
-        (KroneckerMoment(((("x",), ("y",)),), ROWS), {"y": draw(3, 3)}, ValueError, "examples"),
-        (KroneckerMoment(((("x",), ("y",)),), ROWS), {"y": draw(4, 2)}, ValueError, "features"),
-        (KroneckerMoment(((("x", "y"),),), ROWS), {"y": draw(4, 2)}, ValueError, "features"),
-        (KroneckerMoment(((("x",),), (("y",),)), ROWS), {"y": draw(5, 3)}, ValueError, "examp"),
-        (KroneckerMoment(((("x",),),), ROWS), {"x": np.zeros((0, 3))}, ValueError, "no example"),
-        (KroneckerMoment(((("x",),),), ROWS), {"x": np.zeros(3)}, ValueError, "axes"),
-        (KroneckerMoment(((("x",),),), RowView(1, 4)), {}, ValueError, "4 axes"),
-        (KroneckerMoment(((("x",),),), RowView(-2)), {}, ValueError, "batch"),
-        (KroneckerMoment(((("x",),),), ROWS, num_uses=3), {}, ValueError, "3 uses"),
-        (KroneckerMoment(((("z",),),), ROWS), {}, KeyError, "'z'"),
-        (KroneckerDiagonal(((("x",), ("y",)),), ROWS), {"y": draw(3, 3)}, ValueError, "examples"),
+        (FullyConnectedKroneckerFactor([["x", "y"]]), {"y": draw(3, 3)}, ValueError, "examples"),
+        (FullyConnectedKroneckerFactor([["x", "y"]]), {"y": draw(4, 2)}, ValueError, "shapes"),
+        (KroneckerMoment(("x", "y"), ROWS), {"y": draw(4, 2)}, ValueError, "features"),
+        (FullyConnectedKroneckerFactor([["x"], ["y"]]), {"y": draw(5, 3)}, ValueError, "examp"),
+        (KroneckerMoment(("x",), ROWS), {"x": np.zeros((0, 3))}, ValueError, "no example"),
+        (KroneckerMoment(("x",), ROWS), {"x": np.zeros(3)}, ValueError, "axes"),
+        (KroneckerMoment(("x",), RowView(1, 4)), {}, ValueError, "4 axes"),
+        (KroneckerMoment(("x",), RowView(-2)), {}, ValueError, "batch"),
+        (KroneckerMoment(("x",), ROWS, num_uses=3), {}, ValueError, "3 uses"),
+        (KroneckerMoment(("z",), ROWS), {}, KeyError, "'z'"),
+        (DiagonalKroneckerFactor([["x", "y"]]), {"y": draw(3, 3)}, ValueError, "examples"),
         (
-            LayerSquare((("x",),), ((("y",),),), ROWS, ROWS, True),
+            LayerSquare(("x",), ("y",), ROWS, ROWS, True),
             {"y": draw(5, 3)},
             ValueError,
             "rows",
         ),
-        (LayerSquare((("t",),), ((("y",),),), ROWS, ROWS, True), {}, ValueError, "rows"),
-        (GradientSquare(((("x",),), (("g",),)), (4,)), {}, ValueError, "shapes"),
-        (GradientSquare(((("x", "g"),),), (4,)), {}, ValueError, "one parameter"),
-        (GradientSquare(((("x",),),), ("batch",)), {}, KeyError, "batch"),
-        (GradientOuter(((("x",),), (("g",),)), (4,)), {}, ValueError, "entries"),
-        (GradientOuter(((("x",),),), (0,)), {}, ValueError, "no example"),
+        (LayerSquare(("t",), ("y",), ROWS, ROWS, True), {}, ValueError, "rows"),
+        (NaiveDiagonalFactor(["x", "g"], 4), {}, ValueError, "shapes"),
+        (GradientSquare(("x", "g"), (4,)), {}, ValueError, "one parameter"),
+        (GradientSquare(("x",), ("batch",)), {}, KeyError, "batch"),
+        (NaiveFullFactor(["x", "g"], 4), {}, ValueError, "shapes"),
+        (GradientOuter(("x",), (0,)), {}, ValueError, "no example"),
     ],
 )
 def test_tensors_that_do_not_fit_are_refused_before_anything_moves(statistic, values, error, says):
@@ -241,7 +250,7 @@ def test_tensors_that_do_not_fit_are_refused_before_anything_moves(statistic, va
     ids=["other features", "no example"],
 )
 def test_a_batch_that_does_not_fit_an_average_is_refused(shape, error, says):
-    factor = DenseSquareMatrixFactor(KroneckerMoment(((("x",),),), ROWS))
+    factor = DenseSquareMatrixFactor(KroneckerMoment(("x",), ROWS))
     factor.update({"x": draw(4, 3)}, 0.9)
     before = factor.average.value.copy()
     with pytest.raises(error, match=says):
