@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from scripts import list_modules
 from tests.violations import assert_none
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -101,12 +100,6 @@ def test_a_file_named_in_the_architecture_exists():
     assert len(names) > 30
     assert_none(name for name in names if not list(ROOT.rglob(name)))
     assert len(text.encode()) <= 8000, "ARCHITECTURE.md is read in ten minutes"
-
-
-def test_page_of_modules_equals_their_docstrings():
-    assert list_modules.PAGE.read_text(encoding="utf-8") == list_modules.page(), (
-        "run python -m scripts.list_modules"
-    )
 
 
 def test_names_in_recipes_exist():

@@ -2,7 +2,6 @@
 
 import contextlib
 import re
-import shlex
 from functools import partial
 from pathlib import Path
 
@@ -10,9 +9,14 @@ import numpy as np
 import pytest
 
 import kfac_engine as ke
-from kfac_engine.__main__ import main
 from kfac_engine.data import demo_model, digits
-from scripts import list_options
+from scripts import (
+    bench_tables,
+    list_approximations,
+    list_models,
+    list_modules,
+    list_options,
+)
 from tests.nightly import nightly_but, seeds
 from tests.pages import blocks
 from tests.violations import assert_none
@@ -26,68 +30,6 @@ PAGES = sorted(
         *ROOT.glob("kfac_engine/**/*.md"),
     ]
 )
-COMMAND_LINE = (ROOT / "docs" / "command_line.md").read_text(encoding="utf-8")
-
-
-def execute(page, capsys):
-    """Execute the blocks of Python and the commands of a page in the present folder, in order."""
-    names = {}
-    for language, code in blocks(page, "python", "console"):
-        if language == "python":
-            exec(compile(code, page.name, "exec"), names)
-            continue
-        for line in code.splitlines():
-            prompt, program, *arguments = shlex.split(line)
-            assert (prompt, program) == ("$", "kfac-engine")
-            assert main(arguments) == 0, capsys.readouterr().err
-
-
-def test_readme_examples_run_in_order(tmp_path, capsys):
-    with contextlib.chdir(tmp_path):
-        execute(ROOT / "README.md", capsys)
-    assert (tmp_path / "trained.onnx").exists()
-
-
-def test_building_block_examples_run_in_order():
-    names = {}
-    examples = blocks(ROOT / "docs" / "building_blocks.md", "python")
-    assert len(examples) >= 3
-    for _, code in examples:
-        exec(compile(code, "building_blocks.md", "exec"), names)
-
-
-@pytest.mark.parametrize("name", ["derivatives", "input_gradients"])
-def test_the_examples_of_a_page_run_in_order_and_print_what_it_shows(name, tmp_path, capsys):
-    page = ROOT / "docs" / f"{name}.md"
-    with contextlib.chdir(tmp_path):
-        execute(page, capsys)
-    printed = capsys.readouterr().out
-    for _, text in blocks(page, "text"):
-        assert text in printed
-
-
-def test_the_examples_of_the_page_on_verification_run_in_order(capsys):
-    names = {}
-    examples = blocks(ROOT / "docs" / "verify.md", "python")
-    assert len(examples) == 2
-    for _, code in examples:
-        exec(compile(code, "verify.md", "exec"), names)
-    assert capsys.readouterr().out.count("pass ") == 5
-
-
-def test_the_examples_of_the_page_on_factors_run_in_order(tmp_path, capsys):
-    pytest.importorskip("matplotlib").use("Agg")
-    page, names = ROOT / "docs" / "factors.md", {}
-    examples = blocks(page, "python")
-    assert len(examples) == 6
-    with contextlib.chdir(tmp_path):
-        for _, code in examples:
-            exec(compile(code, "factors.md", "exec"), names)
-    (shown,) = blocks(page, "text")
-    # Sampled gradients have rounding errors of the processor; so has the damping in the last digit.
-    assert capsys.readouterr().out.splitlines()[0][:60] == shown[1][:60]
-    assert (tmp_path / "conv3.png").stat().st_size > 10_000
-    names["axes"].figure.clear()
 
 
 def first_block(page, containing):
@@ -139,12 +81,6 @@ def test_readme_shows_numbers_that_its_training_examples_print(tmp_path, capsys)
         np.testing.assert_allclose(*numbers, atol=0.03)
 
 
-def test_readme_has_examples():
-    languages = [language for language, _ in blocks(ROOT / "README.md", "python", "console")]
-    assert languages.count("console") >= 3
-    assert languages.count("python") >= 4
-
-
 def test_make_targets_named_in_the_docs_exist():
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     targets = set(re.findall(r"^([a-z-]+):", makefile, re.M))
@@ -161,8 +97,22 @@ def test_contributing_names_the_phases_of_the_gate():
     assert re.findall(r"^\| `([a-z-]+)` \|", page, re.M)[:6] == phases.split()
 
 
-def test_option_tables_equal_commands():
-    assert list_options.page(COMMAND_LINE) == COMMAND_LINE, "run python -m scripts.list_options"
+# Pages that scripts write, wholly or in part: the page, and what the script makes of its text.
+WRITTEN = {
+    "list_approximations": (list_approximations.PAGE, lambda text: list_approximations.page()),
+    "list_modules": (list_modules.PAGE, lambda text: list_modules.page()),
+    "list_options": (ROOT / "docs/command_line.md", list_options.page),
+    "bench_tables": (bench_tables.README, bench_tables.readme),
+    "bench_tables of performance": (bench_tables.PERFORMANCE, bench_tables.performance),
+    "bench_tables of goals": (bench_tables.GOALS, lambda text: bench_tables.goals()),
+    "bench_tables of models": (list_models.PAGE, bench_tables.with_sections),
+}
+
+
+@pytest.mark.parametrize(("page", "write"), WRITTEN.values(), ids=WRITTEN)
+def test_a_page_is_what_its_script_writes(page, write):
+    text = page.read_text(encoding="utf-8")
+    assert write(text) == text, "run the script, python -m scripts.NAME"
 
 
 def slug(heading):

@@ -11,7 +11,7 @@ from rich.console import Console
 import kfac_engine as ke
 from kfac_engine.bench import models
 from kfac_engine.errors import BackendError, InputError
-from scripts import bench_tables, list_models
+from scripts import bench_tables
 from tests.models import mlp, random_inputs
 
 
@@ -84,8 +84,3 @@ def test_a_folder_without_models_and_a_damaged_model_are_named(tmp_path):
 def test_ratios_are_those_to_the_first_row_of_a_model():
     answers = {name: (10, 1, [9, mean], [1, 0], 0, 2) for name, mean in {"x": 2, "y": 3}.items()}
     assert [row.ratio for row in models._rows("model", answers)] == [1, 1.5]
-
-
-def test_the_page_of_models_shows_the_newest_measurements():
-    text = list_models.PAGE.read_text(encoding="utf-8")
-    assert bench_tables.with_sections(text) == text

@@ -15,20 +15,6 @@ def test_pages_are_made_of_their_reports(path):
     assert path.with_suffix(".md").read_text(encoding="utf-8") == expected
 
 
-def test_the_readme_shows_the_newest_measurements():
-    text = bench_tables.README.read_text(encoding="utf-8")
-    assert bench_tables.readme(text) == text
-
-
-def test_the_page_about_performance_shows_the_newest_measurements():
-    text = bench_tables.PERFORMANCE.read_text(encoding="utf-8")
-    assert bench_tables.performance(text) == text
-
-
-def test_the_page_of_goals_shows_the_newest_measurements():
-    assert bench_tables.GOALS.read_text(encoding="utf-8") == bench_tables.goals()
-
-
 def test_every_goal_is_about_a_case_that_is_measured():
     for goal in bench_goals.GOALS:
         assert any(goal.case in job.name for job in jobs.SUITES[goal.suite]), goal
