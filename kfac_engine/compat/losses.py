@@ -1,7 +1,7 @@
 """Registers and evaluates losses with the methods of TensorFlow's K-FAC library."""
 
 from collections.abc import Callable, Mapping, Sequence
-from itertools import count
+from itertools import chain, count
 from typing import Any, Literal, TypeAlias
 
 from kfac_engine._types import OfValues, Values
@@ -41,7 +41,7 @@ class LossMethods(LossCollection):
     @property
     def towers_by_loss(self) -> tuple[tuple[LossFunction, ...], ...]:
         """The towers of each loss."""
-        return tuple(loss.parts for loss in self._losses.values())
+        return tuple(tuple(loss.function for loss in towers) for towers in self._losses.values())
 
     @property
     def loss_colocation_ops(self) -> dict[LossFunction, str | None]:
@@ -209,14 +209,13 @@ class LossMethods(LossCollection):
                 f"{', '.join(_COEFFICIENT)}; got '{target_mode}' and '{coeff_mode}'."
             )
         weighted: list[OfValues[float]] = []
-        for loss in self._losses.values():
-            k = _COEFFICIENT[coeff_mode](loss.coefficient)
-            for tower in loss.parts:
-                # Towers and losses without a seed draw independent samples.
-                seed = len(weighted) if tower.seed is None else tower.seed
-                sampled = target_mode == "sample"
-                thunk = tower.evaluate_on_sample(seed) if sampled else tower.evaluate()
-                weighted.append(_times(k, thunk))
+        for loss in chain(*self._losses.values()):
+            k, tower = _COEFFICIENT[coeff_mode](loss.coefficient), loss.function
+            # Towers and losses without a seed draw independent samples.
+            seed = len(weighted) if tower.seed is None else tower.seed
+            sampled = target_mode == "sample"
+            thunk = tower.evaluate_on_sample(seed) if sampled else tower.evaluate()
+            weighted.append(_times(k, thunk))
         return weighted
 
     def eval_losses_on_samples(self) -> list[OfValues[float]]:

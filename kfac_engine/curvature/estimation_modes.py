@@ -23,15 +23,15 @@ arXiv:1206.6464 (curvature propagation).
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import groupby, product
 from math import sqrt
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from kfac_engine._types import Array, Values
 from kfac_engine.backend.namespace import array_module, recordable
 from kfac_engine.distributed.shards import AnyGenerator, generator_of
 from kfac_engine.errors import InputError, RegistrationError, ShapeError, UnknownNameError
-from kfac_engine.losses.base import LossFunction, RegisteredLoss
+from kfac_engine.losses.base import RegisteredLoss
 from kfac_engine.losses.checks import Named, require_shape
 from kfac_engine.registry import Registry
 
@@ -68,7 +68,7 @@ class EstimationMode:
         """Return the sources of a batch, computed one at a time; the batch is checked first.
 
         Args:
-            losses: The losses, with their parts.
+            losses: The losses.
             values: The loss inputs of the batch by name, and targets where the mode needs them.
             rng: Generator of sampled targets and signs, of the batch or of some of its rows.
             draws: Draws that replace random ones for some losses: targets in mode ``gradients``, ±1
@@ -90,11 +90,10 @@ class EstimationMode:
             if name not in (known := [loss.name for loss in losses]):
                 raise UnknownNameError(f"draws for unknown loss '{name}'; losses are: {known}.")
         arrays: dict[str, Array] = {}
-        for loss in losses:
-            for part in loss.parts:
-                if self.mat_type == "GGN":
-                    part.require_ggn()
-                arrays |= part.read(values, targets=self.needs_targets)
+        for term in (loss.function for loss in losses):
+            if self.mat_type == "GGN":
+                term.require_ggn()
+            arrays |= term.read(values, targets=self.needs_targets)
         return self.sources(losses, arrays, rng, draws or {})
 
 
@@ -103,14 +102,14 @@ def _sampled_gradients(
     losses: Sequence[RegisteredLoss], values: Values, rng: AnyGenerator, draws: Draws
 ) -> Iterator[Cotangents]:
     source: Cotangents = {}
-    for loss in losses:
-        for part, draw in _parts_with_draws(loss, draws):
-            if draw is None:
-                targets = part.sample(values, generator_of(rng, loss.name))
-            else:
-                targets = array_module(values[part.inputs[0]]).asarray(draw)
-                part.check_target_array(values, targets)
-            _add(source, part.gradient_of(values, targets), sqrt(loss.coefficient))
+    for loss, draw in _with_draws(losses, draws):
+        term = loss.function
+        if draw is None:
+            targets = term.sample(values, generator_of(rng, loss.name))
+        else:
+            targets = array_module(values[term.inputs[0]]).asarray(draw)
+            term.check_target_array(values, targets)
+        _add(source, term.gradient_of(values, targets), sqrt(loss.coefficient))
     yield source
 
 
@@ -119,11 +118,10 @@ def _data_gradients(
 ) -> Iterator[Cotangents]:
     source: Cotangents = {}
     for loss in losses:
-        for part in loss.parts:
-            # k, not √k: the specification lets the coefficient enter this mode squared.
-            targets = part.observe(values).targets
-            assert targets is not None, "observe requires targets"
-            _add(source, part.gradient_of(values, targets), loss.coefficient)
+        # k, not √k: the specification lets the coefficient enter this mode squared.
+        targets = loss.function.observe(values).targets
+        assert targets is not None, "observe requires targets"
+        _add(source, loss.function.gradient_of(values, targets), loss.coefficient)
     yield source
 
 
@@ -131,26 +129,26 @@ def _random_signs(
     losses: Sequence[RegisteredLoss], values: Values, rng: AnyGenerator, draws: Draws
 ) -> Iterator[Cotangents]:
     source: Cotangents = {}
-    for loss in losses:
-        for part, draw in _parts_with_draws(loss, draws):
-            shape = part.inner_shape(values)
-            if draw is None:
-                draw = generator_of(rng, loss.name).integers(0, 2, shape) * 2 - 1
-            like = values[part.inputs[0]]
-            signs = array_module(like).asarray(draw, dtype=like.dtype)
-            _check_signs(loss.name, signs, shape)
-            _add(source, part.fisher_factor(values, signs), sqrt(loss.coefficient))
+    for loss, draw in _with_draws(losses, draws):
+        term = loss.function
+        shape = term.inner_shape(values)
+        if draw is None:
+            draw = generator_of(rng, loss.name).integers(0, 2, shape) * 2 - 1
+        like = values[term.inputs[0]]
+        signs = array_module(like).asarray(draw, dtype=like.dtype)
+        _check_signs(loss.name, signs, shape)
+        _add(source, term.fisher_factor(values, signs), sqrt(loss.coefficient))
     yield source
 
 
 def _every_coordinate(
     losses: Sequence[RegisteredLoss], values: Values, rng: AnyGenerator, draws: Draws
 ) -> Iterator[Cotangents]:
-    for loss in losses:
-        for index in product(*map(range, _coordinates(loss, values))):
+    for name, parts in _by_name(losses):
+        for index in product(*map(range, _coordinates(name, parts, values))):
             source: Cotangents = {}
-            for part in loss.parts:
-                _add(source, part.one_hot(values, index), sqrt(loss.coefficient))
+            for loss in parts:
+                _add(source, loss.function.one_hot(values, index), sqrt(loss.coefficient))
             yield source
 
 
@@ -177,30 +175,37 @@ def _add(source: Cotangents, gradient: Mapping[str, Array], weight: float) -> No
         source[name] = source[name] + scaled if name in source else scaled
 
 
-def _parts_with_draws(
-    loss: RegisteredLoss, draws: Draws
-) -> Iterator[tuple[LossFunction, Array | None]]:
-    """Return the parts of a loss, each with its fixed draw or None."""
-    draw = draws.get(loss.name)
-    if draw is None:
-        per_part: Sequence[Array | None] = (None,) * len(loss.parts)
-    elif len(loss.parts) == 1 and not isinstance(draw, tuple):
-        per_part = (draw,)
-    else:
-        per_part = tuple(draw)
-    if len(per_part) != len(loss.parts):
-        raise InputError(
-            f"loss '{loss.name}' has {len(loss.parts)} parts, but draws hold {len(per_part)}."
-        )
-    return zip(loss.parts, per_part, strict=True)
+def _by_name(losses: Sequence[RegisteredLoss]) -> Iterator[tuple[str, list[RegisteredLoss]]]:
+    """Yield the losses of each name, one for each part of the batch."""
+    for name, parts in groupby(losses, lambda loss: loss.name):
+        yield name, list(parts)
 
 
-def _coordinates(loss: RegisteredLoss, values: Values) -> tuple[int, ...]:
-    """Return the inner shape without the batch axis, the same for all parts."""
-    shapes = {part.inner_shape(values)[1:] for part in loss.parts}
+def _with_draws(
+    losses: Sequence[RegisteredLoss], draws: Draws
+) -> list[tuple[RegisteredLoss, Array | None]]:
+    """Return the losses, each with its fixed draw or None."""
+    if not draws:
+        return [(loss, None) for loss in losses]
+    pairs: list[tuple[RegisteredLoss, Array | None]] = []
+    for name, parts in _by_name(losses):
+        draw: Any = draws.get(name)
+        single = draw is None or (len(parts) == 1 and not isinstance(draw, tuple))
+        per_part = [draw] * len(parts) if single else [*draw]
+        if len(per_part) != len(parts):
+            raise InputError(
+                f"loss '{name}' has {len(parts)} parts, but draws hold {len(per_part)}."
+            )
+        pairs += zip(parts, per_part, strict=True)
+    return pairs
+
+
+def _coordinates(name: str, parts: Sequence[RegisteredLoss], values: Values) -> tuple[int, ...]:
+    """Return the inner shape without the batch axis, the same for all parts of a batch."""
+    shapes = {loss.function.inner_shape(values)[1:] for loss in parts}
     if len(shapes) != 1:
         raise ShapeError(
-            f"the parts of loss '{loss.name}' have examples of different shapes: {sorted(shapes)}."
+            f"the parts of loss '{name}' have examples of different shapes: {sorted(shapes)}."
         )
     return shapes.pop()
 

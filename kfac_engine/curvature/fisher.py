@@ -206,9 +206,9 @@ class Fisher(Sealed):
         """Set ``rows``, and the rows among the examples of each loss if their numbers differ."""
         if not isinstance(value, RowRange | None):
             raise InputError(f"rows must be the RowRange of a batch or None, got {value!r}.")
-        if value is not None and any(len(loss.parts) > 1 for loss in self.sources.losses):
-            raise UnsupportedError("a batch in parts cannot be divided over ranks as well.")
         names = [loss.name for loss in self.sources.losses]
+        if value is not None and len({*names}) < len(names):
+            raise UnsupportedError("a batch in parts cannot be divided over ranks as well.")
         self.sources.rows, self.sources.rows_of = value, dict(zip(names, of_losses, strict=False))
         for factor in self.factors:
             factor.set_rows(value)

@@ -94,18 +94,19 @@ class CurvatureMatrixVectorProductComputer:
         weights: Sequence[TermWeight] | None = None,
     ) -> None:
         losses = layer_collection.registered_losses
-        parts = [(loss.coefficient, part) for loss in losses for part in loss.parts]
         self._wrt = (wrt_tensors,) if isinstance(wrt_tensors, str) else tuple(wrt_tensors)
         self._trace = trace
-        self._inputs = tuple(dict.fromkeys(n for _, loss in parts for n in loss.inputs))
+        self._inputs = tuple(dict.fromkeys(n for loss in losses for n in loss.function.inputs))
         if not self._wrt:
             raise InputError("wrt_tensors is empty; name the values that the vectors belong to.")
         for name in (*self._wrt, *self._inputs):
             if name not in trace:
                 raise UnknownNameError(f"'{name}' is not a value of the trace.")
         self._require("vjp", "jvp")
-        weights = weights or [TermWeight(k, loss.row_weights(trace)) for k, loss in parts]
-        self._losses = tuple(zip(weights, (loss for _, loss in parts), strict=True))
+        weights = weights or [
+            TermWeight(loss.coefficient, loss.function.row_weights(trace)) for loss in losses
+        ]
+        self._losses = tuple(zip(weights, (loss.function for loss in losses), strict=True))
 
     # -- Fisher -----------------------------------------------------------------------------------
 

@@ -57,7 +57,7 @@ class Sources:
     """Propagates the sources of an estimation mode to the values that factors read."""
 
     mode: EstimationMode  # computes the cotangents of the sources
-    losses: tuple[RegisteredLoss, ...]  # the losses, with their parts
+    losses: tuple[RegisteredLoss, ...]  # the losses
     backend: Backend  # array library of the factors
     rng: np.random.Generator  # generator of sampled targets and random signs; advanced by each pass
     # The differentiated value of each gradient, by the name that factors read.
@@ -91,8 +91,8 @@ class Sources:
 
     def scales_of(self, trace: Trace) -> dict[str, Array]:
         """Return the roots of the weights of the predictions that the losses read."""
-        parts = (part for loss in self.losses for part in loss.parts)
-        weights = {name: t.row_weights(trace) for t in parts for name in t.inputs}
+        terms = [loss.function for loss in self.losses]
+        weights = {name: t.row_weights(trace) for t in terms for name in t.inputs}
         return {name: root(rows) for name, rows in weights.items() if rows is not None}
 
     def losses_of(self, factors: Sequence[FisherFactor]) -> Mapping[FisherFactor, frozenset[int]]:
@@ -194,9 +194,9 @@ class Sources:
 
     def _weights_of(self, trace: Trace) -> ExampleWeights | None:
         """Return the weights of the examples of a batch, from the values that the losses read."""
-        parts = [part for loss in self.losses for part in loss.parts]
-        rows = [(part, part.row_weights(trace)) for part in parts]
-        examples = len(trace[self.batch or parts[0].inputs[0]])
+        terms = [loss.function for loss in self.losses]
+        rows = [(term, term.row_weights(trace)) for term in terms]
+        examples = len(trace[self.batch or terms[0].inputs[0]])
         return ExampleWeights.of(rows, trace, examples, self.places)
 
     def _cotangents(self, batch: MeasuredBatch) -> Iterator[dict[str, Array]]:

@@ -762,14 +762,16 @@ def _given(observed: Observed, *, labels: bool = False) -> Array:
 
 @dataclass(frozen=True, slots=True)
 class RegisteredLoss:
-    """A loss with its name, its loss functions and its weight in the objective.
+    """A loss function with its name and its weight in the objective.
+
+    The loss functions of several parts of a batch have one name.
 
     Raises:
         RegistrationError: The coefficient is negative or not finite.
     """
 
-    name: str  # name, unique among the losses of a collection
-    parts: tuple[LossFunction, ...]  # a loss function for each part of the batch
+    name: str  # name of the loss
+    function: LossFunction  # the loss function
     coefficient: float = 1.0  # weight k ≥ 0 of the loss
 
     def __post_init__(self) -> None:

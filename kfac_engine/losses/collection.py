@@ -1,5 +1,7 @@
 """Stores the registered losses of a model by name."""
 
+from itertools import chain
+
 import numpy as np
 
 from kfac_engine.errors import InputError, RegistrationError
@@ -10,24 +12,25 @@ class LossCollection:
     """Registered losses, in the order of registration; the total loss is their weighted sum."""
 
     def __init__(self) -> None:
-        self._losses: dict[str, RegisteredLoss] = {}
+        # By name, a loss for each part of the batch.
+        self._losses: dict[str, tuple[RegisteredLoss, ...]] = {}
         self._finalized = False
         self._batch_value: str | None = None
 
     @property
     def losses(self) -> tuple[LossFunction, ...]:
         """The loss functions of all losses, one for each part of the batch."""
-        return tuple(part for loss in self._losses.values() for part in loss.parts)
+        return tuple(loss.function for loss in chain(*self._losses.values()))
 
     @property
     def registered_losses(self) -> tuple[RegisteredLoss, ...]:
-        """The losses with their names and coefficients.
+        """The losses with their names and coefficients, those of one name side by side.
 
         Raises:
             InputError: No loss is registered.
         """
         self._require_losses()
-        return tuple(self._losses.values())
+        return tuple(chain(*self._losses.values()))
 
     @property
     def batch_value(self) -> str | None:
@@ -61,19 +64,18 @@ class LossCollection:
         self._require_open("a loss")
         if not isinstance(loss, LossFunction):
             raise InputError(f"a loss object is needed, got {loss!r}.")
-        known = self._losses.get(name)
-        if known is not None and known.coefficient != coefficient:
+        known = self._losses.get(name, ())
+        if known and known[0].coefficient != coefficient:
             raise RegistrationError(
-                f"loss '{name}' has the coefficient {known.coefficient}, but its new part has the "
-                f"coefficient {coefficient}; all parts need the same one."
+                f"loss '{name}' has the coefficient {known[0].coefficient}, but its new part "
+                f"has the coefficient {coefficient}; all parts need the same one."
             )
-        if known is not None and _distribution(known.parts[0]) != _distribution(loss):
+        if known and _distribution(known[0].function) != _distribution(loss):
             raise RegistrationError(
-                f"loss '{name}' is a {type(known.parts[0]).__name__}; its new part must be of "
+                f"loss '{name}' is a {type(known[0].function).__name__}; its new part must be of "
                 f"the same distribution, with the same variance and class axis."
             )
-        parts = (*(known.parts if known else ()), loss)
-        self._losses[name] = RegisteredLoss(name, parts, coefficient)
+        self._losses[name] = (*known, RegisteredLoss(name, loss, coefficient))
 
     def _require_losses(self) -> None:
         if not self._losses:

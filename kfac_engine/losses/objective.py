@@ -247,7 +247,7 @@ class Objective:
     # Loss inputs that the file has reduced to a single number for the whole batch; no reduction
     # applies to them.
     of_batch: frozenset[str] = frozenset()
-    # The loss functions of all losses, one for each part of the batch.
+    # The loss functions of all losses.
     terms: tuple[LossFunction, ...] = field(init=False)
     # Names of the values that the losses read, each once.
     inputs: tuple[str, ...] = field(init=False)
@@ -260,9 +260,9 @@ class Objective:
 
     def __post_init__(self) -> None:
         """Collect the terms."""
-        terms = tuple(term for loss in self.losses for term in loss.parts)
+        terms = tuple(loss.function for loss in self.losses)
         object.__setattr__(self, "terms", terms)
-        coefficients = [loss.coefficient for loss in self.losses for _ in loss.parts]
+        coefficients = [loss.coefficient for loss in self.losses]
         object.__setattr__(self, "_coefficients", coefficients)
         names = dict.fromkeys(name for term in terms for name in term.inputs)
         object.__setattr__(self, "inputs", tuple(names))

@@ -66,9 +66,8 @@ def contents(engine: Engine, data: RunData) -> dict[str, str | float | None]:
     """
     objective = engine.objective
     losses = [
-        f"{loss.coefficient:g} {type(term).__name__}{_plain(_attributes(term))}"
+        f"{loss.coefficient:g} {type(loss.function).__name__}{_plain(_attributes(loss.function))}"
         for loss in objective.losses
-        for term in loss.parts
     ]
     text = without_addresses(f"{objective.reduction} of {', '.join(losses)}")
     return {"loss": text, **data.contents()}

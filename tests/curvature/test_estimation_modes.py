@@ -43,7 +43,7 @@ def rng(seed=0):
 
 
 def registered(case, coefficient=1.0):
-    return [RegisteredLoss("loss", (case.loss,), coefficient)]
+    return [RegisteredLoss("loss", case.loss, coefficient)]
 
 
 def second_moment(case, sources):
@@ -81,7 +81,7 @@ def test_sampled_sources_converge_to_the_fisher_like_one_over_the_root_of_sample
     F = COEFFICIENT * predictive_fisher(name, z, var)
     # One example repeated: every row is a draw of its own.
     values = {"z": np.broadcast_to(z, (DRAWS, 3))}
-    (source,) = MODES[mode]([RegisteredLoss("loss", (make("z"),), COEFFICIENT)], values, rng())
+    (source,) = MODES[mode]([RegisteredLoss("loss", make("z"), COEFFICIENT)], values, rng())
     products = np.einsum("ni,nj->nij", source["z"], source["z"])
     standard_error = products.std(axis=0) / DRAWS**0.5
     # Some products are constant (a squared sign): their mean is off by rounding, hence the 1e-12.
@@ -152,7 +152,7 @@ def test_matrix_of_a_mode_is_named(mode):
 # -- several losses and towers
 
 CATEGORICAL_VALUES = {"z": CASES[0].values()["z"], "t": CASES[0].values()["t"]}
-TWO_TOWERS = [RegisteredLoss("loss", (CATEGORICAL("z", "t"), CATEGORICAL("y", "r")), COEFFICIENT)]
+TWO_TOWERS = [RegisteredLoss("loss", CATEGORICAL(*names), COEFFICIENT) for names in ("zt", "yr")]
 TWO_TOWER_VALUES = {
     **CATEGORICAL_VALUES,
     "y": -CATEGORICAL_VALUES["z"][:2],
@@ -171,7 +171,8 @@ def test_towers_go_back_together(mode):
 def test_draws_of_towers_come_as_a_tuple():
     draws = {"loss": (TWO_TOWER_VALUES["t"], TWO_TOWER_VALUES["r"])}
     (drawn,) = MODES["gradients"](TWO_TOWERS, TWO_TOWER_VALUES, rng(), draws)
-    (data,) = MODES["empirical"]([replace(TWO_TOWERS[0], coefficient=1)], TWO_TOWER_VALUES, rng())
+    plain = [replace(tower, coefficient=1) for tower in TWO_TOWERS]
+    (data,) = MODES["empirical"](plain, TWO_TOWER_VALUES, rng())
     for name in ("z", "y"):
         np.testing.assert_allclose(drawn[name], COEFFICIENT**0.5 * data[name], rtol=EXACT)
 
@@ -180,7 +181,7 @@ TWO_LOSS_VALUES = {**TWO_TOWER_VALUES, "u": np.zeros((2, 4))}
 
 
 def test_losses_that_share_an_output_add_up():
-    losses = [RegisteredLoss(name, (NORMAL("y", targets="u"),), 4.0) for name in ("one", "two")]
+    losses = [RegisteredLoss(name, NORMAL("y", targets="u"), 4.0) for name in ("one", "two")]
     (both,) = MODES["empirical"](losses, TWO_LOSS_VALUES, rng())
     (alone,) = MODES["empirical"](losses[:1], TWO_LOSS_VALUES, rng())
     np.testing.assert_allclose(both["y"], 2 * alone["y"], rtol=EXACT)
@@ -188,14 +189,14 @@ def test_losses_that_share_an_output_add_up():
 
 def test_exact_holds_one_source_at_a_time():
     values = {"z": np.zeros((1, 10**6), np.float32)}
-    sources = MODES["exact"]([RegisteredLoss("wide", (NORMAL("z"),))], values, rng())
+    sources = MODES["exact"]([RegisteredLoss("wide", NORMAL("z"))], values, rng())
     for index in range(3):
         assert np.flatnonzero(next(sources)["z"]) == [index]
 
 
 # -- bad input
 
-LOSS = [RegisteredLoss("loss", (CATEGORICAL("z", "t"),))]
+LOSS = [RegisteredLoss("loss", CATEGORICAL("z", "t"))]
 Z = {"z": np.zeros((2, 3))}
 
 
@@ -206,7 +207,7 @@ Z = {"z": np.zeros((2, 3))}
         ("exact", LOSS, {}, None, UnknownNameError, "'z'"),
         ("exact", LOSS, {"z": Z["z"] * np.nan}, None, NonFiniteError, "'z'"),
         ("empirical", LOSS, Z, None, InputError, "targets 't'"),
-        ("empirical", [RegisteredLoss("loss", (NORMAL("z"),))], Z, None, InputError, "no targets"),
+        ("empirical", [RegisteredLoss("loss", NORMAL("z"))], Z, None, InputError, "no targets"),
         ("gradients", LOSS, Z, {"lost": 1}, UnknownNameError, "'lost'"),
         ("gradients", LOSS, Z, {"loss": np.array([0, 3])}, InputError, "target 3 of example 1"),
         ("gradients", LOSS, Z, {"loss": np.zeros(3, int)}, ShapeError, r"\(3,\)"),
@@ -225,7 +226,7 @@ Z = {"z": np.zeros((2, 3))}
         *(
             (
                 mode,
-                [RegisteredLoss("loss", (BOTH("z", "s"),))],
+                [RegisteredLoss("loss", BOTH("z", "s"))],
                 {"z": Z["z"], "s": Z["z"] + 1},
                 None,
                 UnsupportedError,

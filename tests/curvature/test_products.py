@@ -165,11 +165,11 @@ def total_gradient(collection, model, inputs, targets, names, parameters):
     trace = model.run(inputs, targets, parameters)
     total = dict.fromkeys(names, 0.0)
     for registered in collection.registered_losses:
-        for tower in registered.parts:
-            values = {n: trace[n] for n in (*tower.inputs, tower.targets)}
-            cotangents = {n: registered.coefficient * g for n, g in tower.gradient(values).items()}
-            for name, g in trace.vjp(cotangents, names).items():
-                total[name] = total[name] + g
+        loss, k = registered.function, registered.coefficient
+        values = {n: trace[n] for n in (*loss.inputs, loss.targets)}
+        cotangents = {n: k * g for n, g in loss.gradient(values).items()}
+        for name, g in trace.vjp(cotangents, names).items():
+            total[name] = total[name] + g
     return total
 
 

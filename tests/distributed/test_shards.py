@@ -152,7 +152,7 @@ def batch_of(case, copies=3):
 
 
 def cotangents(mode, case, values, rng):
-    losses = [RegisteredLoss(name, (case.loss,), 2.0) for name in ("first", "second")]
+    losses = [RegisteredLoss(name, case.loss, 2.0) for name in ("first", "second")]
     return list(MODES[mode](losses, values, rng))
 
 

@@ -383,7 +383,7 @@ def test_invalid_vectors_raise_error(use, message):
 @pytest.mark.parametrize("coefficient", [-1.0, np.nan, np.inf], ids=str)
 def test_coefficient_must_be_finite_and_not_negative(coefficient):
     with pytest.raises(RegistrationError, match=r"'head'.*coefficient"):
-        RegisteredLoss("head", (NORMAL("z"),), coefficient)
+        RegisteredLoss("head", NORMAL("z"), coefficient)
 
 
 @every_loss

@@ -41,7 +41,7 @@ every_kind = pytest.mark.parametrize("kind", KINDS)
 def measured(loss, *parts):
     """Size and spread of the residuals of parts of (predictions, targets, weights)."""
     term = loss.on("z", targets="t")
-    objective, residuals = Objective((RegisteredLoss("loss", (term,)),), "sum"), Residuals()
+    objective, residuals = Objective((RegisteredLoss("loss", term),), "sum"), Residuals()
     for z, t, w in parts:
         values = {"z": z, "t": t} | ({} if w is None else {weights_of("t"): w})
         seen = objective.observe(values).within(BatchSize(1, (1.0,)))
@@ -154,7 +154,7 @@ def test_an_output_of_one_number_is_one_feature(kind):
 def test_two_losses_on_one_output_have_sums_of_their_own():
     """Closed form: the squares of both losses together."""
     terms = [loss.on("z", targets="t") for loss in (ke.Normal(), ke.L1(), ke.Normal(var=7.0))]
-    losses = tuple(RegisteredLoss(str(i), (term,)) for i, term in enumerate(terms))
+    losses = tuple(RegisteredLoss(str(i), term) for i, term in enumerate(terms))
     residuals = Residuals()
     Objective(losses, "sum").value_and_cotangents({"z": Z, "t": MEANS}, residuals=residuals)
     errors, deviations = ((MEANS - p) ** 2 for p in (Z, MEANS.mean(axis=0)))

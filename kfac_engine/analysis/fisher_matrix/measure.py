@@ -326,9 +326,8 @@ class _Measurement:
             return None
         batch: dict[str, Array] = {}
         for loss in losses:
-            (term,) = loss.parts
-            rows = len(trace[term.inputs[0]])
-            name = str(term.targets)
+            term = loss.function
+            rows, name = len(trace[term.inputs[0]]), str(term.targets)
             if name not in self.draws or len(self.draws[name]) < rows:
                 raise InputError(
                     f"draws have fewer targets than the data on '{term.inputs[0]}'; give one for "

@@ -47,7 +47,7 @@ class Likelihood:
                     f"likelihood; measure the curvature without this weight, and give a "
                     f"temperature instead."
                 )
-        terms = [term for loss in losses for term in loss.parts]
+        terms = [loss.function for loss in losses]
         variances = {t.var for t in terms if isinstance(t, NormalMeanNegativeLogProbLoss)}
         all_normal = all(isinstance(t, NormalMeanNegativeLogProbLoss) for t in terms)
         variance = variances.pop() if all_normal and len(variances) == 1 else None
@@ -115,7 +115,7 @@ class Outputs:
         Raises:
             UnsupportedError: There are several losses, or the classes are not on the last axis.
         """
-        terms = [t for loss in curvature.layout.assembly.task.objective.losses for t in loss.parts]
+        terms = curvature.layout.assembly.task.objective.terms
         if len(terms) > 1:
             raise UnsupportedError(
                 f"predictions need one loss, but the curvature has {len(terms)}; measure the "
