@@ -30,32 +30,26 @@ if TYPE_CHECKING:
 
 _FILES = (
     Group.DATA.file(
-        "--inputs",
-        required=True,
+        "--inputs", required=True,
         help="Data: .npz with the inputs by name and 'targets', or a folder of such files. With "
-        "--targets or without targets: the inputs, .npz or .npy.",
-    ),
+        "--targets or without targets: the inputs, .npz or .npy."),
     Group.DATA.file(
         "--targets",
-        help="Targets in a file of their own, .npz or .npy. Only --fisher empirical needs targets.",
-    ),
+        help="Targets in a file of their own, .npz or .npy. Only --fisher empirical needs "
+        "targets."),
     Group.OUTPUT.file(
         "--plot",
         help="Picture of the eigenvalues of the blocks, next to --damping: .png, .svg, .pdf or "
-        ".html. All but .html need matplotlib.",
-    ),
+        ".html. All but .html need matplotlib."),
     Group.OUTPUT.file("-o", "--out", required=True, help="File of the curvature (.safetensors)."),
-)
+)  # fmt: skip
 _FORM = (
     Group.OUTPUT.option(
-        "--damping",
-        type=click.FloatRange(min=0, min_open=True),
-        default=1e-3,
+        "--damping", type=click.FloatRange(min=0, min_open=True), default=1e-3,
         help="Damping λ > 0 of the log-determinants and effective dimensions of the table. The "
-        "file is stored without damping.",
-    ),
+        "file is stored without damping."),
     json_option,
-)
+)  # fmt: skip
 
 
 @command(

@@ -39,13 +39,10 @@ BATCH_SIZE, HELD_OUT, EVALUATE_EVERY, MANY = 128, 360, 5, 1_000_000
         "--seconds", type=click.FloatRange(0.01, 60), default=0.8, help="CPU seconds of each run."
     ),
     Group.LENGTH.option(
-        "--seeds",
-        type=click.IntRange(1, 20),
-        default=3,
-        help="Number of seeds; the table has medians.",
-    ),
+        "--seeds", type=click.IntRange(1, 20), default=3,
+        help="Number of seeds; the table has medians."),
     Group.OUTPUT.file("--out", default=Path("demo-output"), help="Folder of the picture."),
-)
+)  # fmt: skip
 def demo(seconds: float, seeds: int, out: Path) -> None:
     """Train a small CNN on digits with K-FAC, Muon, Adam and SGD."""
     import kfac_engine as ke

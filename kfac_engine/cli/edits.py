@@ -15,18 +15,14 @@ model_option = Group.OUTPUT.file("-o", "--out", required=True, help="The new mod
 _HEAD = (
     Group.MODEL.count("--classes", default=None, help="Number of classes of the new head."),
     Group.MODEL.count(
-        "--outputs",
-        default=None,
+        "--outputs", default=None,
         help="Number of real outputs, in place of --classes; Softmax and Sigmoid after the head "
-        "are removed.",
-    ),
+        "are removed."),
     Group.MODEL.option(
-        "--at",
-        metavar="VALUE",
-        help="The value that the head reads, or its result; by default the last dense layer.",
-    ),
+        "--at", metavar="VALUE",
+        help="The value that the head reads, or its result; by default the last dense layer."),
     Group.MODEL.count("--seed", default=0, least=0, help="Seed of the new weights."),
-)
+)  # fmt: skip
 
 
 @command(
@@ -47,15 +43,11 @@ def run_replace_head(model: Path, options: dict[str, Any], out: Path) -> None:
 _ADAPTERS = (
     Group.MODEL.count("--rank", default=8, help="Rank of the adapters."),
     Group.MODEL.option(
-        "--layers",
-        metavar="PATTERN",
-        multiple=True,
-        callback=one_or_all,
+        "--layers", metavar="PATTERN", multiple=True, callback=one_or_all,
         help="Name or pattern of weights or nodes; by default all dense layers and 1 × 1 "
-        "convolutions that are wide enough. May be repeated.",
-    ),
+        "convolutions that are wide enough. May be repeated."),
     Group.MODEL.count("--seed", default=0, least=0, help="Seed of the new weights."),
-)
+)  # fmt: skip
 
 
 @command(

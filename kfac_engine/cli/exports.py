@@ -37,32 +37,23 @@ _OPTIONS = (
         "--optimizer", type=click.Choice(_OPTIMIZERS), default="kfac", help="The optimizer."
     ),
     Group.OPTIMIZER.option(
-        "--learning-rate",
-        type=float,
-        help="Learning rate; kfac has none. By default the optimizer's own.",
-    ),
+        "--learning-rate", type=float,
+        help="Learning rate; kfac has none. By default the optimizer's own."),
     Group.OPTIMIZER.option(
         "--weight-decay", type=float, help="Weight decay; by default the optimizer's own."
     ),
     Group.OUTPUT.count(
-        "--steps-per-call",
-        default=1,
-        help="Number of steps in a call; with more than one, inputs have a first axis of steps.",
-    ),
+        "--steps-per-call", default=1,
+        help="Number of steps in a call; with more than one, inputs have a first axis of steps."),
     Group.OUTPUT.count(
-        "--accumulate",
-        default=1,
-        help="Number of parts into which a step divides the batch, one after the other.",
-    ),
+        "--accumulate", default=1,
+        help="Number of parts into which a step divides the batch, one after the other."),
     Group.OUTPUT.option(
-        "--noise",
-        type=click.Choice(("internal", "input")),
-        default="internal",
-        help="Whether the file draws the random numbers of kfac, or has an input for them.",
-    ),
+        "--noise", type=click.Choice(("internal", "input")), default="internal",
+        help="Whether the file draws the random numbers of kfac, or has an input for them."),
     *target_options,
     provider_option,
-)
+)  # fmt: skip
 
 
 @command(
@@ -100,34 +91,21 @@ def _report(files: "ke.TrainingFiles") -> None:
 
 _GRADIENT_OPTIONS = (
     Group.LOSS.option(
-        "--loss",
-        metavar="[OUTPUT=]LOSS",
-        multiple=True,
-        callback=chosen_losses,
-        names=LOSSES,
+        "--loss", metavar="[OUTPUT=]LOSS", multiple=True, callback=chosen_losses, names=LOSSES,
         help="The loss, with options such as 'categorical(ignore_index=255)'; without a loss, the "
-        "result has an input for the cotangent. May be repeated: the result is the gradient of the "
-        "sum.",
-    ),
+        "result has an input for the cotangent. May be repeated: the result is the gradient of "
+        "the sum."),
     Group.LOSS.option(
-        "--output",
-        metavar="NAME",
-        multiple=True,
-        callback=one_or_all,
+        "--output", metavar="NAME", multiple=True, callback=one_or_all,
         help="Value that is differentiated, one for each loss; by default the output from which "
-        "no other is computed.",
-    ),
+        "no other is computed."),
     Group.MODEL.option(
-        "--wrt",
-        multiple=True,
-        callback=one_or_all,
-        metavar="PATTERN",
+        "--wrt", multiple=True, callback=one_or_all, metavar="PATTERN",
         help="Name or pattern of parameters and inputs to differentiate with respect to; by "
-        "default the trainable parameters. May be repeated.",
-    ),
+        "default the trainable parameters. May be repeated."),
     *target_options,
     provider_option,
-)
+)  # fmt: skip
 
 
 @command(
@@ -161,13 +139,9 @@ def _names_of_each(
 
 _KINDS = (
     Group.MODEL.option(
-        "--output",
-        "outputs",
-        metavar="NAME",
-        multiple=True,
-        callback=one_or_all,
-        help="Output u to differentiate; by default all that depend on the input. May be repeated.",
-    ),
+        "--output", "outputs", metavar="NAME", multiple=True, callback=one_or_all,
+        help="Output u to differentiate; by default all that depend on the input. May be "
+        "repeated."),
     Group.OUTPUT.option(
         "--jacobian", is_flag=True, help="Add 'jacobian of u', the derivatives by all features."
     ),
@@ -178,36 +152,27 @@ _KINDS = (
         "--hessian", is_flag=True, help="Add 'hessian of u', all second derivatives."
     ),
     Group.OUTPUT.option(
-        "--directional",
-        is_flag=True,
+        "--directional", is_flag=True,
         help="Add the input 'direction', and 'first directional of u' and 'second directional of "
-        "u', the derivatives along it.",
-    ),
+        "u', the derivatives along it."),
     Group.OUTPUT.option(
-        "--selected",
-        metavar="FEATURES",
-        multiple=True,
-        callback=_names_of_each,
+        "--selected", metavar="FEATURES", multiple=True, callback=_names_of_each,
         help="Add 'derivative of u by FEATURES': by one feature, as t, or by two, as x,x. May be "
-        "repeated.",
-    ),
-)
+        "repeated."),
+)  # fmt: skip
 
 
 @command(
     "kfac-engine derivatives mlp.onnx --wrt image --jacobian -o jacobian.onnx",
     MODEL,
     Group.MODEL.option(
-        "--wrt",
-        required=True,
-        metavar="INPUT[=NAMES]",
-        help="Name of the input x to differentiate with respect to, of the shape (n, d), and names "
-        "of its features, as x=t,y; by default they have numbers from zero.",
-    ),
+        "--wrt", required=True, metavar="INPUT[=NAMES]",
+        help="Name of the input x to differentiate with respect to, of the shape (n, d), and "
+        "names of its features, as x=t,y; by default they have numbers from zero."),
     sample_option,
     Group.OUTPUT.file("-o", "target", required=True, help="File of the result (.onnx)."),
     options=_KINDS,
-)
+)  # fmt: skip
 def run_derivatives(
     model: Path,
     wrt: str,

@@ -30,18 +30,15 @@ _FILES = (
     *labeled_data("--inputs", "Training data"),
     Group.DATA.file(
         "--queries",
-        help="Queries, in a form of --inputs; without them, each example has the score for itself.",
-    ),
+        help="Queries, in a form of --inputs; without them, each example has the score for "
+        "itself."),
     Group.DATA.file(
         "--query-targets", help="Targets of the queries in a file of their own, .npz or .npy."
     ),
     Group.OUTPUT.file(
-        "-o",
-        "--out",
-        required=True,
-        help="File of the scores (.npz): scores (queries, examples), or self_scores (examples).",
-    ),
-)
+        "-o", "--out", required=True,
+        help="File of the scores (.npz): scores (queries, examples), or self_scores (examples)."),
+)  # fmt: skip
 
 
 @command(
@@ -51,14 +48,12 @@ _FILES = (
     MODEL,
     batch_option,
     Group.CURVATURE.option(
-        "--damping",
-        type=click.FloatRange(min=0),
+        "--damping", type=click.FloatRange(min=0),
         help="Damping λ, added to the Fisher matrix; by default a tenth of the mean eigenvalue of "
-        "each block.",
-    ),
+        "each block."),
     json_option,
     files=_FILES,
-)
+)  # fmt: skip
 def influence(
     model: Path,
     files: SimpleNamespace,

@@ -43,17 +43,15 @@ _MOST_ALIKE = 3
     Group.MODEL.count(
         "--batch-size",
         help="Number of examples in a batch, for the peak memory; by default the number in "
-        "--inputs, or 1.",
-    ),
+        "--inputs, or 1."),
     sample_option,
     Group.OUTPUT.file(
         "--plot",
         help="Picture of the eigenvalues of the factors of the batch in --inputs, next to the "
-        "damping: .png, .svg, .pdf or .html. All but .html need matplotlib.",
-    ),
+        "damping: .png, .svg, .pdf or .html. All but .html need matplotlib."),
     json_option,
     options=engine_options(),
-)
+)  # fmt: skip
 def inspect(
     model: Path,
     batch_size: int | None,

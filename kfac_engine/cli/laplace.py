@@ -38,36 +38,26 @@ _FILES = (
     curvature_option,
     Group.DATA.file(
         "--inputs",
-        help="Queries: .npz by input name, one .npy, or a folder of shards. Needed for --out.",
-    ),
+        help="Queries: .npz by input name, one .npy, or a folder of shards. Needed for --out."),
     Group.OUTPUT.file(
         "-o", "--out", help="File of mean, variance and probabilities of the queries (.npz)."
     ),
     Group.OUTPUT.file(
         "--export",
         help="The model with one more output, the variance (.onnx), for a curvature of the last "
-        "layer.",
-    ),
-)
+        "layer."),
+)  # fmt: skip
 _POSTERIOR = (
     Group.POSTERIOR.option(
-        "--prior",
-        "prior_precision",
-        metavar="NUMBER|evidence",
-        default=_BY_EVIDENCE,
+        "--prior", "prior_precision", metavar="NUMBER|evidence", default=_BY_EVIDENCE,
         callback=_number_or_evidence,
         help="Precision λ > 0 of the prior of each parameter, or evidence for the most probable "
-        "precision, which needs a curvature with targets.",
-    ),
+        "precision, which needs a curvature with targets."),
     Group.POSTERIOR.option(
-        "--noise",
-        metavar="NUMBER|evidence",
-        default="1.0",
-        callback=_number_or_evidence,
+        "--noise", metavar="NUMBER|evidence", default="1.0", callback=_number_or_evidence,
         help="Standard deviation of the targets of a normal loss, or evidence for the most "
-        "probable deviation.",
-    ),
-)
+        "probable deviation."),
+)  # fmt: skip
 
 
 @command(

@@ -26,24 +26,16 @@ _MOST_NAMES = 5
     "  --curvature other.curvature.safetensors -o merged.onnx",
     click.Argument(["models"], type=file_path, nargs=-1, required=True),
     Group.DATA.file(
-        "--curvature",
-        "curvatures",
-        multiple=True,
-        required=True,
+        "--curvature", "curvatures", multiple=True, required=True,
         help="Curvature of each model, a file that the command curvature wrote; repeated for each "
-        "model, in their order.",
-    ),
+        "model, in their order."),
     Group.DATA.option(
-        "--weight",
-        "weights",
-        type=click.FloatRange(min=0, min_open=True),
-        multiple=True,
-        help="Weight of each model, repeated in their order; by default all are equal.",
-    ),
+        "--weight", "weights", type=click.FloatRange(min=0, min_open=True), multiple=True,
+        help="Weight of each model, repeated in their order; by default all are equal."),
     sample_option,
     Group.OUTPUT.file("-o", "--out", required=True, help="The merged model (.onnx)."),
     json_option,
-)
+)  # fmt: skip
 def run_merge(
     models: tuple[Path, ...],
     curvatures: tuple[Path, ...],

@@ -61,17 +61,13 @@ provider_option = Group.OUTPUT.option(
 # What the targets of a written file are, and which of them have weights.
 target_options = (
     Group.LOSS.option(
-        "--probabilities",
-        is_flag=True,
-        help="The targets of a softmax loss are probabilities in the shape of the logits.",
-    ),
+        "--probabilities", is_flag=True,
+        help="The targets of a softmax loss are probabilities in the shape of the logits."),
     Group.LOSS.option(
-        "--weights",
-        type=click.Choice(("targets", "predictions", "examples")),
+        "--weights", type=click.Choice(("targets", "predictions", "examples")),
         help="Add an input with a weight for each entry of the targets, prediction or example; 0 "
-        "leaves it out.",
-    ),
-)
+        "leaves it out."),
+)  # fmt: skip
 
 
 def one_or_all(

@@ -31,22 +31,19 @@ if TYPE_CHECKING:
 
 _FILES = (
     Group.DATA.file(
-        "--inputs",
-        required=True,
+        "--inputs", required=True,
         help="Batch: .npz with the inputs by name and 'targets', or a folder of such files, which "
-        "are one batch. With --targets: the inputs, .npz or .npy.",
-    ),
+        "are one batch. With --targets: the inputs, .npz or .npy."),
     Group.DATA.file(
         "--targets",
         help="Targets in a file of their own, .npz or .npy. With --gradients, targets are "
-        "optional.",
-    ),
+        "optional."),
     Group.DATA.file(
         "--gradients", help="Gradients to precondition in place of the model's own (.safetensors)."
     ),
     Group.OUTPUT.file("--state", help="Moving averages, loaded if the file exists, then saved."),
     Group.OUTPUT.file("-o", "--out", required=True, help="File of the result (.safetensors)."),
-)
+)  # fmt: skip
 
 
 # Name, shape, gradient norm and natural gradient norm of a parameter.
@@ -59,15 +56,12 @@ Norms: TypeAlias = tuple[str, tuple[int, ...], float, float]
     MODEL,
     Group.CURVATURE.option("--exp", default=-1.0, help="Power of the Fisher matrix."),
     Group.REFRESHES.option(
-        "--refresh-every",
-        type=int,
-        default=10,
-        help="Number of calls from one refresh of a factor to the next.",
-    ),
+        "--refresh-every", type=int, default=10,
+        help="Number of calls from one refresh of a factor to the next."),
     json_option,
     files=_FILES,
     options=engine_options(),
-)
+)  # fmt: skip
 def run_precondition(
     model: Path,
     files: SimpleNamespace,

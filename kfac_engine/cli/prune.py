@@ -106,21 +106,15 @@ _SELECTION = (
     ),
     Group.PRUNING.option("--count", type=int, help="Number of weights to set to zero."),
     Group.PRUNING.option(
-        "--pattern",
-        metavar="N:M",
-        help="Largest number of nonzero weights among consecutive inputs of a layer, such as 2:4.",
-    ),
+        "--pattern", metavar="N:M",
+        help="Largest number of nonzero weights among consecutive inputs of a layer, such as 2:4."),
     method_option,
     damping_option,
     Group.PRUNING.option(
-        "--parameters",
-        metavar="PATTERN",
-        multiple=True,
-        callback=one_or_more,
+        "--parameters", metavar="PATTERN", multiple=True, callback=one_or_more,
         help="Name or pattern of parameters to prune; by default the weights of all layers. May "
-        "be repeated.",
-    ),
-)
+        "be repeated."),
+)  # fmt: skip
 
 
 @command(

@@ -86,18 +86,15 @@ _CHOICES = (
 _FILES = (
     *labeled_data("--data"),
     Group.VALIDATION.option(
-        "--validation",
-        metavar="FILE|FRACTION",
-        callback=_number_or(Path),
+        "--validation", metavar="FILE|FRACTION", callback=_number_or(Path),
         help="Data to evaluate after each epoch, in a form of --data; or the fraction of --data "
-        "that is split off, such as 0.1.",
-    ),
+        "that is split off, such as 0.1."),
     Group.CHECKPOINTS.file("--checkpoint", help="Folder for the state of the run, to resume from."),
     Group.OUTPUT.file("--log", help="File for a line of JSON for each step."),
     Group.OUTPUT.file("--report", help="File for a page with the charts of the run (.html)."),
     data_sample_option,
     Group.OUTPUT.file("-o", "--out", required=True, help="The trained model (.onnx)."),
-)
+)  # fmt: skip
 _UPDATE = (
     Group.OPTIMIZER.option(
         "--optimizer", type=click.Choice(OPTIMIZERS), default=OPTIMIZERS[0],

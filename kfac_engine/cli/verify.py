@@ -26,14 +26,12 @@ FAILED = 3
         "--examples", default=8, help="Largest number of examples that the checks read."
     ),
     Group.CHECKS.count(
-        "--parameters",
-        default=12,
-        help="Largest number of parameters, and of layers, that are checked one by one.",
-    ),
+        "--parameters", default=12,
+        help="Largest number of parameters, and of layers, that are checked one by one."),
     json_option,
     files=labeled_data("--inputs"),
     options=engine_options(),
-)
+)  # fmt: skip
 def run_verify(
     model: Path,
     files: SimpleNamespace,
