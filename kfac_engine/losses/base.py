@@ -407,20 +407,6 @@ class LossFunction(ABC):
             shape = array.shape if shape is None else shape
             require_shape(f"'{name}'", array.shape, shape, f"the shape of '{self.inputs[0]}'")
 
-    def check_targets(self, values: Values) -> Array:
-        """Check inputs and targets of a batch; return the targets.
-
-        Args:
-            values: The values of a batch.
-
-        Returns:
-            The targets.
-
-        Raises:
-            InputError: Targets are missing, or not possible observations for the inputs.
-        """
-        return _given(self.observe(values), labels=True)
-
     def observe(self, values: Values, *, targets: bool = True) -> Observed:
         """Check inputs and targets of a batch; return how much each target counts.
 
@@ -552,7 +538,7 @@ class LossFunction(ABC):
             The inputs by name, and the targets if requested.
 
         Raises:
-            KfacError: ``check_inputs`` or ``check_targets`` refuses a value.
+            KfacError: ``check_inputs`` or ``observe`` refuses a value.
         """
         arrays = {name: read_input(values, name) for name in self.inputs}
         if targets:

@@ -67,25 +67,6 @@ def _multiply_rows(
         backend.matmul(product[-1], G.T, out[1])
 
 
-def multiply_in_turn(
-    A: Array, G: Array, V: Sequence[Array], out: Sequence[Array], backend: Backend
-) -> None:
-    """Compute ``A (V G)`` for few columns of ``G``, whose product with ``V`` comes first.
-
-    ``A`` is ``(d_in, d_in)``, ``G`` ``(d_out, k)``, and ``V`` is as for ``multiply_parts``. The
-    arrays ``out`` have ``k`` columns each, in other memory.
-    """
-    weights = len(V[0])
-    product = backend.xp.empty((len(A), G.shape[1]), out[0].dtype)
-    backend.matmul(V[0], G, product[:weights])
-    if len(V) > 1:
-        product[weights] = backend.matmul(V[1], G)
-    result = backend.matmul(A, product)
-    out[0][...] = result[:weights]
-    if len(V) > 1:
-        out[1][...] = result[weights]
-
-
 def pi_correction(trace_a: float, dim_a: int, trace_g: float, dim_g: int) -> float:
     """Return the ratio π of the damping of two factors.
 
