@@ -10,6 +10,7 @@ their type.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from types import ModuleType
 from typing import Protocol
 
@@ -158,6 +159,16 @@ class Backend(Protocol):
 
     def download(self, arrays: Sequence[Array]) -> list[Array]:
         """Return float64 copies of small arrays on the host, after a single read of a device."""
+
+    def read_later(self, array: Array, use: Callable[[Array], None]) -> None:
+        """Call ``use`` with a float64 copy of a small array on the host, or raise its error.
+
+        In a block of ``shared_reads``, a device is read together with the next ``download``, norms
+        or inner products, or at the end of the block. Elsewhere, it is read at once.
+        """
+
+    def shared_reads(self) -> AbstractContextManager[None]:
+        """Return a block in which ``read_later`` may wait; nothing in it may depend on ``use``."""
 
     # -- threads ----------------------------------------------------------------------------------
 

@@ -13,8 +13,6 @@ from types import MappingProxyType
 from typing import Any, NamedTuple, NoReturn
 
 from kfac_engine._types import Array, Rows, entries
-from kfac_engine.backend.memory_space import HOST
-from kfac_engine.backend.namespace import on_device
 from kfac_engine.curvature.factors.base import FisherFactor
 from kfac_engine.curvature.factors.readers import Measurements, Update
 from kfac_engine.curvature.factors.refresh import Division
@@ -314,25 +312,32 @@ class BatchPasses:
         read = outputs if count == 1 else None
         notes: dict[str, None] = {}
         buffers: list[tuple[int, Mapping[str, Array]]] = []
+        # Several processes add the powers of features on their devices.
+        read_with = (residuals, features if self.shards.alone else None)
+        sums = [of_batch for of_batch in read_with if of_batch is not None]
 
         def differentiate(trace: Trace, observation: Observation) -> BackwardResult:
+            if features is not None:
+                weights = [seen.weights for seen in observation.terms]
+                features.add(trace, self.objective.examples(trace), weights)
             backward = self._differentiate(
                 trace,
                 observation,
                 () if losses_alone else tuple(self.model.parameters),
                 read,
                 residuals,
+                sums if count == 1 else (),
                 update_buffers=update_buffers,
             )
             if backward.buffers:
                 buffers.append((self.objective.examples(trace), backward.buffers))
             notes.update(dict.fromkeys(backward.notes))
-            if features is not None:
-                weights = [seen.weights for seen in observation.terms]
-                features.add(trace, self.objective.examples(trace), weights)
             return backward
 
-        backward = self._joined(traced, differentiate)
+        with self._assembly.collection.backend.shared_reads():
+            backward = self._joined(traced, differentiate)
+            for of_batch in sums:
+                of_batch.read_later()
         joined = self.model.joined_buffers(buffers[-count:]) if buffers else {}
         return backward._replace(buffers=joined, notes=tuple(notes))
 
@@ -343,14 +348,20 @@ class BatchPasses:
         parameters: Sequence[str],
         outputs: Sequence[str] | None,
         residuals: Residuals | None,
+        sums: Sequence[Residuals | FeaturePowers],
         *,
         update_buffers: bool,
     ) -> BackwardResult:
-        """Compute loss and gradients of a shard; see ``run_backward`` for the arguments."""
+        """Compute loss and gradients of a shard, and move ``sums`` to the host.
+
+        See ``run_backward`` for the other arguments.
+        """
         arguments = observation, parameters, outputs, residuals
         try:
             backward = run_backward(trace, self.objective, *arguments)
-            # The losses may be on a device, which is read once.
+            for of_batch in sums:
+                of_batch.read_later()
+            # The losses may be on a device, which is read once, with all that waits.
             finite, each = self.model.memory_space.finite(
                 list(backward.gradients.values()), backward.each
             )
@@ -392,8 +403,6 @@ class BatchPasses:
         backward = self.gradients(
             traced, update_buffers, residuals, features, outputs, losses_alone=losses_alone
         )
-        if self.model.memory_space is not HOST:
-            self._read_sums(residuals, features if self.shards.alone else None)
         norm = nan if self.shards.alone else self._norm(backward.gradients)
         numbers = backward.loss, norm, *backward.each
         (loss, bound, *each), residuals = self.shards.totals(numbers, residuals)
@@ -413,22 +422,6 @@ class BatchPasses:
             backward.notes,
             backward,
         )
-
-    def _read_sums(self, residuals: Residuals | None, features: FeaturePowers | None) -> None:
-        """Move the sums of residuals and features to the host, in one read of a device."""
-        sums = {} if residuals is None else residuals.sums
-        arrays = [x for entry in sums.values() for x in entry if on_device(x)]
-        if features is not None and features.sums is not None and on_device(features.sums):
-            arrays.append(features.sums)
-        if not arrays:
-            return
-        read = self._assembly.collection.backend.download(arrays)
-        known = {id(array): number for array, number in zip(arrays, read, strict=True)}
-        for key, entry in sums.items():
-            sums[key] = tuple([known.get(id(x), x) for x in entry])
-        if features is not None and features.sums is not None:
-            powers = known.get(id(features.sums), features.sums)
-            features.sums = powers.astype(features.sums.dtype, copy=False)
 
     def _norm(self, gradients: Mapping[str, Array]) -> float:
         backend = self._assembly.collection.backend

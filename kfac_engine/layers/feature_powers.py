@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from kfac_engine._types import Array, Values
-from kfac_engine.backend.namespace import array_module, is_recorded, recordable
+from kfac_engine.backend.namespace import array_module, is_recorded, on_device, recordable
 from kfac_engine.backend.protocol import Backend
 from kfac_engine.layers.grouped import StackedDenseView
 from kfac_engine.layers.views import PatchView, RowView, View
@@ -103,6 +103,15 @@ class FeaturePowers:
                 elif hidden:  # weights may be on the host, and sums on a device
                     sums = zeros
         self.sums = sums if self.sums is None else self.sums + sums
+
+    def read_later(self) -> None:
+        """Move the sums to the host; see ``Backend.read_later``."""
+        if self.sums is not None and on_device(self.sums):
+            self._backend.read_later(self.sums, self._set)
+
+    def _set(self, sums: Array) -> None:
+        assert self.sums is not None, "they were read"
+        self.sums = sums.astype(self.sums.dtype, copy=False)
 
 
 def _means(squares: Any) -> Array:

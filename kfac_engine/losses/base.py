@@ -20,6 +20,7 @@ import numpy as np
 from kfac_engine._types import Array, OfValues, Values
 from kfac_engine.arguments import check_at_least_zero
 from kfac_engine.backend.namespace import array_module, as_array, on_device, recordable
+from kfac_engine.backend.select import owner
 from kfac_engine.errors import InputError, RegistrationError, ShapeError, UnsupportedError
 from kfac_engine.losses.checks import (
     Named,
@@ -38,6 +39,9 @@ Vector: TypeAlias = Array | tuple[Array, ...]
 
 # Kinds of element types of real numbers.
 _REAL = "biuf"
+# Most targets that the host checks before they are copied to a device. A device checks more targets
+# faster, but the host waits for it.
+_CHECKED_ON_HOST = 1 << 16
 
 
 def checked_weight(weight: float) -> float:
@@ -462,20 +466,25 @@ class LossFunction(ABC):
     def _that_count(
         self, values: Values, targets: Array, counts: Array | None
     ) -> tuple[Array, Array | None]:
-        """Return checked targets, with zeros where they do not count, and weights."""
+        """Return checked targets, with zeros where they do not count, and weights.
+
+        Targets of the host are checked there, if they are few, and then moved to the predictions.
+        """
         shape, axis = values[self.inputs[0]].shape, self._axis(values)
         rows = targets.ndim < len(shape)  # a target for each prediction, not for each entry
-        hidden = self._hidden(values, targets)
+        hidden, original = self._hidden(values, targets), targets
+        targets = self._moved(values, targets)
+        checked = original if original.size <= _CHECKED_ON_HOST else targets
+        if hidden is None and counts is None:
+            self.check_target_array(values, checked)
+            return targets, counts
         if hidden is None or not self.may_observe(values, hidden):
             try:
-                self.check_target_array(values, targets)
+                with owner(checked).shared_reads():  # an error is raised at its end
+                    self.check_target_array(values, checked)
             except InputError:
                 fits = targets.shape == (shape[:axis] + shape[axis + 1 :] if rows else shape)
-                if (
-                    (hidden is None and counts is None)
-                    or not fits
-                    or targets.dtype.kind not in _REAL
-                ):
+                if not fits or targets.dtype.kind not in _REAL:
                     raise
             else:
                 return targets, counts
@@ -515,12 +524,17 @@ class LossFunction(ABC):
         rows = targets.ndim < values[self.inputs[0]].ndim
         return self.ignore_index if rows or self.entrywise else None
 
+    def _moved(self, values: Values, array: Array) -> Array:
+        """Return an array in the library of the predictions."""
+        moved: Array = array_module(values[self.inputs[0]]).asarray(array)
+        return moved
+
     def _given_weights(self, values: Values) -> Array | None:
         """Return the weights of the caller, after checks; None if there are none."""
         if self.targets is None or weights_of(self.targets) not in values:
             return None
         like = values[self.inputs[0]]
-        weights = array_module(like).asarray(values[weights_of(self.targets)])
+        weights = self._moved(values, values[weights_of(self.targets)])
         return checked_weights(
             self.inputs[0], weights, like.shape, self._axis(values), entries=self.entrywise
         )

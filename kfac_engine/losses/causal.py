@@ -93,6 +93,7 @@ class CausalNegativeLogProbLoss(CategoricalLogitsNegativeLogProbLoss):
         expected = shape[:axis] + shape[axis + 1 :]
         meaning = f"the token at each position of '{self.logits}'; the loss itself shifts them"
         require_shape("targets", targets.shape, expected, meaning)
+        targets = self._moved(values, targets)
         if targets.dtype.kind in "iu":
             self.check_target_array(values, super().masked(values, targets, counts)[0])
         else:

@@ -8,6 +8,7 @@ from kfac_engine._types import Array
 from kfac_engine.arguments import check_int, check_number
 from kfac_engine.backend.cpu.reductions import all_finite
 from kfac_engine.backend.namespace import array_module, as_array
+from kfac_engine.backend.select import owner
 from kfac_engine.errors import InputError, NonFiniteError, ShapeError, UnknownNameError
 
 
@@ -82,19 +83,23 @@ def require_predictions(name: str, array: Array, min_rank: int, class_axis: int)
 
 
 def require_finite(what: str, array: Array, causes: str, name: str = "") -> None:
-    """Check that every entry of an array is finite.
+    """Check that every entry of an array is finite; a device may be read later.
 
     The message names ``what`` the array is, the first other index, and the ``causes`` to check;
     ``name`` is the array in the ``place`` of the error.
     """
-    if isinstance(array, np.ndarray) and all_finite(array):
-        return
-    bad = ~array_module(array).isfinite(array)
-    if bad.any():
-        where = first_index(bad)
-        raise NonFiniteError(
-            f"{what} must be finite, got {array[where]} at {where}; check {causes}."
-        ).at(name, where)
+
+    def refuse_unless(finite: object) -> None:
+        if not finite:
+            where = first_index(~array_module(array).isfinite(array))
+            raise NonFiniteError(
+                f"{what} must be finite, got {array[where]} at {where}; check {causes}."
+            ).at(name, where)
+
+    if isinstance(array, np.ndarray):
+        refuse_unless(all_finite(array))
+    else:
+        owner(array).read_later(array_module(array).isfinite(array).all(), refuse_unless)
 
 
 def require_shape(what: str, shape: tuple[int, ...], expected: tuple[int, ...], why: str) -> None:

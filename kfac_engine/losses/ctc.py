@@ -177,6 +177,7 @@ class CTCNegativeLogProbLoss(LossFunction):
     def _that_count(
         self, values: Values, targets: Array, counts: Array | None
     ) -> tuple[Array, Array | None]:
+        targets = self._moved(values, targets)
         self.check_target_array(values, targets)
         return self.masked(values, targets, counts)
 

@@ -104,7 +104,8 @@ class NormalMeanNegativeLogProbLoss(LocationLoss):
         powers = (times(x, observed.weights) for x in (array_module(g).ones_like(g), g, g * g))
         sums = [power.sum(axis=over).reshape(-1) for power in powers]
         of_errors = gradients[self.mean].sum(axis=over, dtype=np.float64).reshape(-1)
-        of_targets = sums[1] + sums[0] * np.reshape(centre, -1)
+        of_feature = centre if isinstance(centre, float) else centre.reshape(-1)
+        of_targets = sums[1] + sums[0] * of_feature
         return (sums[0].sum() / self.var**2, *sums, of_errors, of_targets)
 
     def target_centre(self, observed: Observed) -> Any:
@@ -185,7 +186,7 @@ class NormalMeanVarianceNegativeLogProbLoss(LocationLoss):
         return {self.mean: 1 / s, self.variance: 0.5 / (s * s)}
 
     def hessian(self, values: Values, v: Mapping[str, Array]) -> dict[str, Array]:
-        error = self.errors(values, values[self.require_target_name()])
+        error = self.errors(values, self._moved(values, values[self.require_target_name()]))
         s = values[self.variance]
         mean, variance = v[self.mean], v[self.variance]
         mixed = error / (s * s)

@@ -22,6 +22,7 @@ parts, and its gradient is the sum of their gradients.
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from math import sqrt
 from numbers import Real
 from typing import Any, Literal, NamedTuple, TypeAlias
@@ -29,7 +30,14 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import numpy as np
 
 from kfac_engine._types import Array, Values
-from kfac_engine.backend.namespace import array_module, as_array, is_recorded, recordable
+from kfac_engine.backend.namespace import (
+    array_module,
+    as_array,
+    is_recorded,
+    on_device,
+    recordable,
+)
+from kfac_engine.backend.select import owner
 from kfac_engine.errors import (
     InputError,
     NonFiniteError,
@@ -139,6 +147,17 @@ class Residuals:
         self.sums[key] = (
             new if old is None else tuple([_added(a, b) for a, b in zip(old, new, strict=True)])
         )
+
+    def read_later(self) -> None:
+        """Move the sums to the host; see ``Backend.read_later``."""
+        for key, entry in self.sums.items():
+            for place, number in enumerate(entry):
+                if on_device(number):
+                    owner(number).read_later(number, partial(self._set, key, place))
+
+    def _set(self, key: tuple[int, str], place: int, number: Array) -> None:
+        entry = self.sums[key]
+        self.sums[key] = (*entry[:place], number, *entry[place + 1 :])
 
     def size(self) -> Any:
         """Return the root of the sum of squares, divided by the root of the expected sum.

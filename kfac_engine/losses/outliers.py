@@ -142,7 +142,7 @@ class HuberNegativeLogProbLoss(LocationLoss):
         return self._constant(values, self._within)
 
     def hessian(self, values: Values, v: Mapping[str, Array]) -> dict[str, Array]:
-        error = self.errors(values, values[self.require_target_name()])
+        error = self.errors(values, self._moved(values, values[self.require_target_name()]))
         return {self.mean: (abs(error) <= self.delta) * v[self.mean]}
 
 

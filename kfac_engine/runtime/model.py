@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from functools import cached_property
 
+import numpy as np
+
 from kfac_engine._types import Array
 from kfac_engine.arguments import MOST_THREADS, check_int, check_patterns
 from kfac_engine.autodiff.activity import left_out
@@ -243,7 +245,12 @@ class OnnxModel:
         if self.draws:
             feeds[self._start] = self.memory_space.as_feed(self.passes.next())
         named = targets if isinstance(targets, dict | Mapping) else {"targets": targets}
-        extra = {name: self.memory_space.to_device(a) for name, a in named.items() if a is not None}
+        # Losses check targets of the host there.
+        extra = {
+            name: (HOST if isinstance(a, np.ndarray) else self.memory_space).to_device(a)
+            for name, a in named.items()
+            if a is not None
+        }
         try:
             return Trace(self, feeds, extra, not_finite(checked))
         except BackendError as failure:

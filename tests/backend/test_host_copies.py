@@ -19,6 +19,7 @@ COPIES = {
         "kfac_engine/distributed/mpi.py",  # messages of an MPI that reads host memory only
     ),
     "get()": (
+        "kfac_engine/backend/cuda/reads.py",  # what waits for a read
         "kfac_engine/backend/threads.py",
         "kfac_engine/cli/display.py",  # the text of a table
         "kfac_engine/compat/collection.py",  # the default collection

@@ -1,6 +1,7 @@
 """Implements the NumPy backend, which defines every operation."""
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from types import ModuleType
 from typing import TypeVar
@@ -22,6 +23,7 @@ from kfac_engine.errors import BackendError
 SCRATCH_BYTES = 64 << 20
 
 Number = TypeVar("Number", float, bool)
+_NOTHING = nullcontext()
 
 
 class NumpyBackend:
@@ -71,6 +73,12 @@ class NumpyBackend:
 
     def download(self, arrays: Sequence[Array]) -> list[Array]:
         return [np.array(array, np.float64) for array in arrays]
+
+    def read_later(self, array: Array, use: Callable[[Array], None]) -> None:
+        use(np.array(array, np.float64))
+
+    def shared_reads(self) -> AbstractContextManager[None]:
+        return _NOTHING
 
     def run_parallel(self, tasks: Sequence[Task]) -> None:
         run_parallel(tasks, self.workers)

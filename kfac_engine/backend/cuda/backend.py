@@ -4,7 +4,8 @@ No operation copies an array to the host. Decisions on the host, such as whether
 read a single number.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from math import prod
 from types import ModuleType
 
@@ -20,6 +21,7 @@ from kfac_engine.backend.cuda.gram import GroupProducts, PatchMoments, as_entry_
 from kfac_engine.backend.cuda.linear_algebra import CupyLinearAlgebra
 from kfac_engine.backend.cuda.many_arrays import CupyManyArrays
 from kfac_engine.backend.cuda.matrix_batches import MOST_COPIES
+from kfac_engine.backend.cuda.reads import DeviceReads
 from kfac_engine.backend.namespace import readable
 from kfac_engine.backend.threads import Task
 from kfac_engine.backend.window import Window, pointwise
@@ -71,7 +73,8 @@ class CupyBackend:
         if products is None or not self.device.tensor_cores:
             products = _PRODUCTS if self.device.tensor_cores else 0
         self.tf32 = products == 1
-        self._many = CupyManyArrays(self.device)
+        self._reads = DeviceReads(self.device)
+        self._many = CupyManyArrays(self.device, self._reads)
         self._linalg = CupyLinearAlgebra(self.device, scratch_bytes)
         fastest = tuned(self.device.architecture)
         self._moments = PatchMoments(self.device, scratch_bytes, products, fastest)
@@ -111,23 +114,13 @@ class CupyBackend:
         return array if isinstance(array, np.ndarray) else self.device.download(array)
 
     def download(self, arrays: Sequence[Array]) -> list[Array]:
-        if len(arrays) < 2:
-            return [self.device.download(array).astype(np.float64) for array in arrays]
-        # One conversion to float64 for each type, because each conversion is a launch of a kernel.
-        kinds: dict[str, list[int]] = {}
-        for i, array in enumerate(arrays):
-            kinds.setdefault(array.dtype.name, []).append(i)
-        order = [i for which in kinds.values() for i in which]
-        wide = [
-            self._concatenated([arrays[i].reshape(-1) for i in which]).astype(
-                np.float64, copy=False
-            )
-            for which in kinds.values()
-        ]
-        host = self.device.download(self._concatenated(wide))
-        ends = np.cumsum([arrays[i].size for i in order])
-        parts = dict(zip(order, np.split(host, ends[:-1]), strict=True))
-        return [parts[i].reshape(array.shape) for i, array in enumerate(arrays)]
+        return self._reads.now(arrays)
+
+    def read_later(self, array: Array, use: Callable[[Array], None]) -> None:
+        self._reads.later(array, use)
+
+    def shared_reads(self) -> AbstractContextManager[None]:
+        return self._reads.shared()
 
     def run_parallel(self, tasks: Sequence[Task]) -> None:
         self._runs_tasks = True
@@ -343,9 +336,6 @@ class CupyBackend:
         affordable = self.device.affordable(self.scratch_bytes)
         self.scratch_bytes = self._moments.scratch_bytes = self._groups.scratch_bytes = affordable
         self._fits = self._runs_tasks
-
-    def _concatenated(self, parts: Sequence[Array]) -> Array:
-        return parts[0] if len(parts) == 1 else self.xp.concatenate(parts)
 
     def _squared_norm(self, x: Array) -> Array:
         flat = x.astype(summed_in(x.dtype), copy=False).reshape(-1)

@@ -13,6 +13,7 @@ import numpy as np
 
 from kfac_engine._types import Array
 from kfac_engine.backend.cuda.device import CupyDevice
+from kfac_engine.backend.cuda.reads import DeviceReads
 from kfac_engine.kernels.small_products import Product, small_products
 from kfac_engine.kernels.spans import Combination, combine, multiply_pairs, pair_products
 
@@ -38,14 +39,14 @@ class _Between(NamedTuple):
 class CupyManyArrays:
     """See ``ManyArrays``."""
 
-    def __init__(self, device: CupyDevice) -> None:
-        self._device = device
+    def __init__(self, device: CupyDevice, reads: DeviceReads) -> None:
+        self._device, self._reads = device, reads
         self._iterations: dict[tuple[object, ...], _Iterations] = {}
         self._between: list[_Between] = []
         self._gathers = False
 
     def inner_products(self, pairs: Sequence[tuple[Array, Array]]) -> list[float]:
-        parts = self._device.download(multiply_pairs(self._device, pairs))
+        (parts,) = self._reads.now([multiply_pairs(self._device, pairs)])
         sums: list[float] = parts.sum(axis=1).tolist()
         return sums
 
