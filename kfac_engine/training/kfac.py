@@ -124,6 +124,15 @@ class Basis(NamedTuple):
     evidence: Evidence = Evidence()  # what the steps tell about the precisions of weights
 
 
+class BatchFacts(NamedTuple):
+    """What is known of the batch of a step."""
+
+    loss: float  # its loss
+    examples: int  # number of its examples, of all processes
+    scarcity: float  # how few different examples the steps have had; see ``SeenExamples``
+    features: Array | None  # ``FeaturePowers.sums`` of the layers whose directions have bounds
+
+
 class KfacOptimizer(Optimizer):
     """K-FAC with momentum; ``learning_rate="auto"`` needs no learning rate.
 
@@ -296,7 +305,20 @@ class KfacOptimizer(Optimizer):
             _, gradients, _ = self._differentiated(batch, clock)
         if self._exact and basis.repeated.tries:
             basis, gradients = self._tried(basis, gradients, clock)
-        step = self._inputs(gradients, basis, residuals, features, scale, clock)
+        self._add_penalties(gradients, basis)
+        if self.engine.damping is not self._of_engine:  # another optimizer has set it
+            self.damping = self._damping
+        powers, backend = features.sums, self.engine.collection.backend
+        facts = BatchFacts(
+            basis.loss,
+            sum(map(sum, self.engine.passes.part_sizes)),
+            basis.seen.scarcity,
+            powers if powers is None else backend.to_numpy(powers),
+        )
+        values, slots = self._parameters(), (self._slots, self._new_slots() | self._kept())
+        step = self._inputs(gradients, values, slots, self.steps, scale, residuals, facts)
+        decay = self._shrinkage.kept_decay(basis.seen) * step.decay
+        step = step._replace(decay=decay, batch=basis.batch, clock=clock)
         if self._rule.measures:
             self._update_curvature(step, undo)
         move = self._rule.update(step)
@@ -318,48 +340,52 @@ class KfacOptimizer(Optimizer):
         )
         return Proposal(move.values, step.new_slots, report)
 
-    def _inputs(
-        self,
-        gradients: dict[str, Array],
-        basis: Basis,
-        residuals: Residuals | None,
-        features: FeaturePowers,
-        scale: float,
-        clock: StageClock,
-    ) -> StepInputs:
-        """Return the inputs of the update; ``gradients`` receive the terms of the penalties."""
-        rule, values, scarcity = self._rule, self._parameters(), basis.seen.scarcity
-        examples = sum(map(sum, self.engine.passes.part_sizes))
-        size = residuals and residuals.size()
-        if rule is self._given:
-            scale *= _signal(size)
+    def _add_penalties(self, gradients: dict[str, Array], basis: Basis) -> None:
+        """Add the gradients of the penalties to those of the loss."""
+        values = self._parameters()
+        if self._rule is self._given:
             for name, strength in self._shrinkage.strengths(basis.evidence).items():
                 add_multiple(gradients[name], strength, values[name])
         for name, gradient in gradients.items() if self._l2 else ():
             add_multiple(gradient, self._l2, values[name])
-        damping, powers = self._damping, features.sums
-        if self.engine.damping is not self._of_engine:  # another optimizer has set it
-            self.damping = damping
+
+    def _inputs(
+        self,
+        gradients: Vector,
+        parameters: Vector,
+        slots: tuple[SlotArrays, SlotArrays],
+        steps: int,
+        scale: Any,
+        residuals: Residuals | None,
+        facts: "BatchFacts",
+    ) -> StepInputs:
+        """Return the inputs of an update; the arguments are as for ``moved``, and may be recorded.
+
+        A caller replaces the fields ``batch`` and ``clock``.
+        """
+        rule, decay, size = self._rule, _decay(facts.scarcity), residuals and residuals.size()
+        if rule is self._given:
+            scale = scale * _signal(size)
         return StepInputs(
             gradients=gradients,
-            parameters=values,
-            slots=self._slots,
-            new_slots=self._new_slots() | self._kept(),
-            step=self.steps,
-            loss=basis.loss,
-            rate=self._rate(scale * self._longer(examples, scarcity), self.steps),
+            parameters=parameters,
+            slots=slots[0],
+            new_slots=slots[1],
+            step=steps,
+            loss=facts.loss,
+            rate=self._rate(scale * self._longer(facts.examples, facts.scarcity), steps),
             scale=scale,
-            momentum=evaluated_momentum(rule.momentum, self.steps),
-            damping=damping,
+            momentum=evaluated_momentum(rule.momentum, steps),
+            damping=self._damping,
             l2=self._l2,
-            batch=basis.batch,
-            examples=examples,
-            predicts=rule.adaptation is not None and rule.adaptation.is_due(self.steps),
-            clock=clock,
-            decay=self._shrinkage.kept_decay(basis.seen) * _left(_decay(scarcity), size),
+            batch=(),
+            examples=facts.examples,
+            clock=StageClock(),
+            predicts=rule.adaptation is not None and rule.adaptation.is_due(steps),
+            decay=_left(decay, size),
             spreads={} if residuals is None else residuals.spreads(),
-            corrections={} if residuals is None else _corrections(residuals, self.steps, scale),
-            features=powers if powers is None else self.engine.collection.backend.to_numpy(powers),
+            corrections={} if residuals is None else _corrections(residuals, steps, scale),
+            features=facts.features,
         )
 
     def _update_curvature(self, step: StepInputs, undo: Undo) -> None:
@@ -430,31 +456,7 @@ class KfacOptimizer(Optimizer):
                 of ``examples`` of the batch, their ``scarcity``, ``repeats`` of a block,
                 ``moment`` of its inputs, and the powers of ``features``.
         """
-        decay, size = _decay(recorded.scarcity), residuals.size()
-        scale = scale * _signal(size)
-        longer = self._longer(recorded.examples, recorded.scarcity)
-        rate = self._rate(scale * longer, steps)
-        step = StepInputs(
-            gradients=gradients,
-            parameters=parameters,
-            slots=slots[0],
-            new_slots=slots[1],
-            step=steps,
-            loss=recorded.loss,
-            rate=rate,
-            scale=scale,
-            momentum=evaluated_momentum(self._given.momentum, steps),
-            damping=self._damping,
-            l2=self._l2,
-            batch=(),
-            examples=recorded.examples,
-            predicts=False,
-            clock=StageClock(),
-            decay=_left(decay, size),
-            spreads=residuals.spreads(),
-            corrections=_corrections(residuals, steps, scale),
-            features=recorded.features,
-        )
+        step = self._inputs(gradients, parameters, slots, steps, scale, residuals, recorded)
         return self.recorded(recorded.repeats).moved(step, recorded.precondition, recorded.moment)
 
     @property

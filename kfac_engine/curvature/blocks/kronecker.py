@@ -136,7 +136,6 @@ class KroneckerProductFB(FisherBlock):
         self._factors: tuple[FisherFactor, ...] = ()
         # Evaluated at each refresh; equal methods are the same registration.
         self._dampings = self._input_damping, self._output_damping
-        self._of_weight = replace(form.packing, has_bias=False)
 
     @property
     def packing(self) -> Packing:
