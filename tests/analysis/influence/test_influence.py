@@ -110,37 +110,6 @@ def test_score_is_the_derivative_of_a_loss_by_the_weight_of_an_example(ridge):
 # -- bad input -------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def small():
-    model = models.mlp((4, 3, 3), dtype="float64")
-    inputs = models.random_inputs(model, batch=N)
-    return measured(model, (inputs, None)), (inputs, np.arange(N) % 3)
-
-
-def test_data_without_targets_are_refused(small):
-    curvature, (inputs, labels) = small
-    influence = ke.Influence(curvature)
-    with pytest.raises(ke.InputError, match="batch 1 of the queries has no targets"):
-        influence.scores((inputs, None), (inputs, labels))
-    with pytest.raises(ke.InputError, match="batch 1 of the training data has no targets"):
-        influence.self_scores((inputs, None))
-
-
-def test_data_without_examples_are_refused(small):
-    curvature, data = small
-    influence = ke.Influence(curvature)
-    for call in (lambda: influence.scores([], data), lambda: influence.scores(data, [])):
-        with pytest.raises(ke.InputError, match="have no example"):
-            call()
-
-
-def test_training_data_are_read_again(small):
-    curvature, data = small
-    influence = ke.Influence(curvature)
-    with pytest.raises(ke.InputError, match="read 2 times"):
-        influence.scores(data, iter([data]))
-
-
 def test_training_data_that_change_are_refused():
     class Shrinking:
         count = 3
@@ -157,19 +126,6 @@ def test_training_data_that_change_are_refused():
         influence.scores((inputs, labels), Shrinking())
 
 
-@pytest.mark.parametrize(
-    ("damping", "message"),
-    [
-        (-1.0, "must not be negative"),
-        ({"fc0.weight": 1.0}, "no number for"),
-        (float("nan"), "damping"),
-    ],
-)
-def test_wrong_damping_is_refused(small, damping, message):
-    with pytest.raises(ke.InputError, match=message):
-        ke.Influence(small[0], damping)
-
-
 def test_singular_block_needs_damping():
     model, (x, y) = linear(bias=False), regression()
     x[:, 0] = 0.0
@@ -180,15 +136,3 @@ def test_singular_block_needs_damping():
     without = measured(model, ({"input": 0 * x}, y), "normal")
     with pytest.raises(ke.InputError, match="curvature of w is zero on these data; give a damping"):
         ke.Influence(without)
-
-
-def test_other_objects_are_no_curvature():
-    with pytest.raises(ke.InputError, match=r"result of kfac_engine\.curvature, got str"):
-        ke.Influence("model.onnx")
-
-
-def test_input_that_is_not_finite_is_refused(small):
-    curvature, (_, labels) = small
-    bad = {"input": np.full((N, 4), np.nan)}
-    with pytest.raises(ke.NonFiniteError):
-        ke.Influence(curvature).self_scores((bad, labels))

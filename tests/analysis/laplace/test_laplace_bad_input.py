@@ -22,23 +22,6 @@ def curvature():
     return measured(model, (inputs, np.arange(N) % 3))
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"prior_precision": 0.0}, "prior_precision must be positive"),
-        ({"prior_precision": float("nan")}, "prior_precision|damping"),
-        ({"prior_precision": {"fc0.weight": 1.0}}, "no number for fc0.bias"),
-        ({"prior_precision": {"fc9.weight": 1.0}}, "'fc9.weight', which is not a parameter"),
-        ({"temperature": -1.0}, "temperature must be positive"),
-        ({"noise": 0.5}, "normal loss"),
-        ({"noise": "loud"}, "noise"),
-    ],
-)
-def test_wrong_arguments_are_refused(curvature, options, message):
-    with pytest.raises(ke.KfacError, match=message):
-        ke.Laplace(curvature, **options)
-
-
 EXTREMES = [1e-320, 1e-300, 1e-160, 1e160, 1e300]
 
 
@@ -94,47 +77,6 @@ def test_the_bridge_is_its_formula_at_every_scale(k, normalized, scale):
         np.testing.assert_allclose(row, alpha / alpha.sum(), rtol=1e-10)
 
 
-def test_block_needs_one_precision(curvature):
-    prior = dict.fromkeys(curvature.parameters, 1.0) | {"fc0.bias": 2.0}
-    with pytest.raises(ke.InputError, match=r"fc0.weight, fc0.bias share a block"):
-        ke.Laplace(curvature, prior)
-
-
-def test_other_objects_are_no_curvature():
-    with pytest.raises(ke.InputError, match=r"result of kfac_engine\.curvature, got str"):
-        ke.Laplace("model.onnx")
-
-
-def test_evidence_needs_targets():
-    model = models.mlp((4, 3, 3), dtype="float64")
-    posterior = ke.Laplace(measured(model, (models.random_inputs(model), None)))
-    for call in (posterior.log_marginal_likelihood, posterior.fit_prior):
-        with pytest.raises(ke.InputError, match="measured without targets"):
-            call()
-
-
-def test_noise_is_that_of_a_normal_loss(curvature):
-    with pytest.raises(ke.InputError, match="only targets of a normal loss"):
-        ke.Laplace(curvature).fit_prior(noise=True)
-    with pytest.raises(ke.InputError, match="leave validation out"):
-        ke.Laplace(curvature).fit_prior(noise=True, validation=({}, None))
-
-
-def test_unknown_link_and_wrong_inputs_are_refused(curvature):
-    posterior = ke.Laplace(curvature)
-    with pytest.raises(ke.UnknownNameError, match="did you mean 'probit'"):
-        posterior.predict({}, "probbit")
-    with pytest.raises(ke.KfacError, match="input"):
-        posterior.predict({"x": np.ones((2, 4))})
-
-
-def test_weighted_loss_is_no_likelihood():
-    model = models.mlp((4, 3, 3), dtype="float64")
-    curvature = measured(model, (models.random_inputs(model), None), ke.Categorical(weight=2.0))
-    with pytest.raises(ke.UnsupportedError, match="give a temperature"):
-        ke.Laplace(curvature)
-
-
 def test_several_losses_have_a_posterior_but_no_predictions():
     model = models.two_outputs()
     inputs = models.random_inputs(model, batch=3)
@@ -183,13 +125,6 @@ def test_parameter_without_effect_has_no_best_prior():
     posterior = ke.Laplace(measured(model, ({"input": x}, y), "normal", freeze="zero"))
     with pytest.raises(ke.InputError, match="the loss does not depend on"):
         posterior.fit_prior()
-
-
-def test_joint_covariance_that_does_not_fit_is_refused(curvature, monkeypatch):
-    monkeypatch.setattr("kfac_engine.system.memory_limits.available_memory", lambda: 1000)
-    inputs = {"input": np.ones((5, 4))}
-    with pytest.raises(ke.MemoryLimitError, match="joint covariance of 15 outputs"):
-        ke.Laplace(curvature).predict(inputs, joint=True)
 
 
 @pytest.mark.parametrize("loss", ["l1", "huber", "poisson"])

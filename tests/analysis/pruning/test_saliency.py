@@ -64,28 +64,3 @@ def test_weights_of_the_same_layer_or_block_make_up_for_a_zero(structure, blocks
 def test_magnitude_ignores_the_curvature():
     curvature, theta, _ = linear_curvature()
     np.testing.assert_array_equal(vector(ke.saliency(curvature, "magnitude")), theta**2 / 2)
-
-
-def test_brain_surgeon_without_damping_is_refused_for_a_singular_matrix():
-    # A softmax ignores a number that is added to all logits.
-    curvature, _, _ = linear_curvature()
-    with pytest.raises(ke.InputError, match="damping"):
-        ke.saliency(curvature, "obs")
-
-
-def test_unknown_blocks_are_refused():
-    curvature, _, _ = linear_curvature()
-    with pytest.raises(ke.InputError, match="blocks must be one of measured, layer"):
-        ke.saliency(curvature, blocks="row")
-
-
-def test_unknown_method_is_refused_with_the_nearest_name():
-    curvature, _, _ = linear_curvature()
-    with pytest.raises(ke.UnknownNameError, match="did you mean 'magnitude'"):
-        ke.saliency(curvature, "magnitud")
-
-
-@pytest.mark.parametrize("call", [ke.saliency, lambda c: ke.prune(c, sparsity=0.5)])
-def test_a_value_that_is_no_curvature_is_refused(call):
-    with pytest.raises(ke.InputError, match=r"result of kfac_engine\.curvature, got dict"):
-        call({"weight": np.ones(3)})

@@ -103,25 +103,3 @@ def test_hessian_of_a_network_has_negative_eigenvalues():
     F = oracle.dense_fisher(model, inputs, "output", list(ggn.vector.shapes), "categorical")
     trace = ke.estimate_spectrum(ggn, vectors=60).trace()
     assert abs(trace.value - np.trace(F)) < 4 * trace.standard_error
-
-
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda: ke.estimate_spectrum(A, vectors=0), "vectors"),
-        (lambda: ke.estimate_spectrum(A, steps=2.5), "steps"),
-        (lambda: ke.estimate_spectrum(A[:3]), "square"),
-        (lambda: ke.estimate_spectrum(np.full((3, 3), np.nan)), "NaN"),
-        (lambda: ke.estimate_spectrum(A).density([0.0], width=0.0), "width"),
-        (lambda: ke.estimate_spectrum(A).log_determinant(float("nan")), "damping|definite"),
-    ],
-)
-def test_wrong_arguments_are_refused(call, message):
-    with pytest.raises(ke.KfacError, match=message):
-        call()
-
-
-def test_vectors_that_do_not_fit_are_refused(monkeypatch):
-    monkeypatch.setattr("kfac_engine.system.memory_limits.available_memory", lambda: 1000)
-    with pytest.raises(ke.MemoryLimitError, match="50 Lanczos vectors of 60 entries"):
-        ke.estimate_spectrum(A)
