@@ -25,8 +25,16 @@ CASES = [
 ]
 
 
-def classes(positions=()):
-    return lambda rng, n: rng.integers(0, CLASSES, (n, *positions))
+def assert_equal_steps(*arguments, **options):
+    """The first and the last step of a file are those of an optimizer."""
+    found = differences(*arguments, **options)
+    assert found[0] < FIRST
+    assert found[-1] < LAST
+    return found
+
+
+def classes(positions=(), count=CLASSES):
+    return lambda rng, n: rng.integers(0, count, (n, *positions))
 
 
 # Of kinds that share the code of another kind.
@@ -42,56 +50,28 @@ def test_steps_equal_those_of_the_optimizer(case, tmp_path):
     optimizer, net = case
     options = {"learning_rate": 0.02} if optimizer == "sgd" else {}
     draw = classes((5,) if net == "tokens" else ())
-    found = differences(network(net), optimizer, tmp_path / "files", draw, **options)
-    assert found[0] < FIRST
-    assert found[-1] < LAST
+    assert_equal_steps(network(net), optimizer, tmp_path / "files", draw, **options)
 
 
 def test_inverses_one_after_the_other_give_the_same_steps(tmp_path, monkeypatch):
     monkeypatch.setattr(curvature, "_AT_ONCE", 0)
     model = mlp((5, 6, 6, 3))
-    found = differences(model, "kfac", tmp_path / "files", classes(), steps=8)
-    assert found[0] < FIRST
-    assert found[-1] < LAST
+    assert_equal_steps(model, "kfac", tmp_path / "files", classes(), steps=8)
     assert b"Scan" in (tmp_path / "files" / "training.onnx").read_bytes()
 
 
 def test_updates_of_few_examples_equal_those_of_the_optimizer(tmp_path):
     """Matrices with a smaller side of 24 have bounds for batches of fewer than 12 examples."""
-
-    def draw(rng, n):
-        return rng.integers(0, 24, n)
-
-    found = differences(mlp((24, 40, 24)), "kfac", tmp_path / "files", draw)
-    assert found[0] < FIRST
-    assert found[-1] < LAST
+    assert_equal_steps(mlp((24, 40, 24)), "kfac", tmp_path / "files", classes(count=24))
 
 
 def test_layers_of_one_shape_take_the_steps_of_the_optimizer(tmp_path, monkeypatch):
     """A file stacks them; each of these wide layers has new directions in its own steps only."""
     monkeypatch.setattr(adaptive_lengths, "_NARROW", 20)
     model = mlp((12, 30, 30, 30, 3))
-    found = differences(model, "kfac", tmp_path / "files", classes(), steps=12)
-    assert found[0] < FIRST
-    assert found[-1] < LAST
+    assert_equal_steps(model, "kfac", tmp_path / "files", classes(), steps=12)
     state = ke.TrainingFiles(tmp_path / "files").description.state
     assert (2, 30, 30) in [shape for name, shape in state.items() if name.startswith("momentum/")]
-
-
-@pytest.mark.parametrize(
-    ("loss", "draw"),
-    [
-        ("normal", lambda rng, n: rng.standard_normal((n, 3)).astype("float32")),
-        ("normal", lambda rng, n: (0.02 * rng.standard_normal((n, 3))).astype("float32")),
-        ("normal", lambda rng, n: (rng.standard_normal((n, 3)) + 9).astype("float32")),
-        ("multi_bernoulli", lambda rng, n: rng.integers(0, 2, (n, 3)).astype("float32")),
-    ],
-)
-@pytest.mark.parametrize("optimizer", ["kfac", "adamw"])
-def test_steps_of_other_losses_equal_those_of_the_optimizer(loss, draw, optimizer, tmp_path):
-    found = differences(mlp(), optimizer, tmp_path / "files", draw, loss)
-    assert found[0] < FIRST
-    assert found[-1] < LAST
 
 
 def hidden(draw, value=-100, share=0.3):
@@ -124,7 +104,15 @@ def alone(rng, n):
     return targets
 
 
+def normal(size, mean=0.0):
+    return lambda rng, n: (size * rng.standard_normal((n, CLASSES)) + mean).astype("float32")
+
+
 OPTIONS = {
+    "numbers": ("mlp", "normal", normal(1.0)),
+    "small numbers": ("mlp", "normal", normal(0.02)),
+    "numbers far from zero": ("mlp", "normal", normal(1.0, 9.0)),
+    "bits": ("mlp", "multi_bernoulli", features),
     "all but one ignored": ("dense", "categorical", alone),
     "ignored by default": ("conv2d", "categorical", hidden(classes())),
     "ignored class": ("dense", ke.Categorical(ignore_index=2), classes()),
@@ -153,9 +141,7 @@ OPTIONS = {
 
 def test_a_loss_whose_samples_no_file_draws_has_optimizers_without_curvature(tmp_path):
     loss = ke.Poisson(ignore_index=1)
-    found = differences(network("dense"), "adamw", tmp_path / "files", counts, loss)
-    assert found[0] < FIRST
-    assert found[-1] < LAST
+    assert_equal_steps(network("dense"), "adamw", tmp_path / "files", counts, loss)
     with pytest.raises(ke.UnsupportedError, match=r"the loss 'poisson' on 'output'.*'adamw'"):
         ke.export_training(network("dense"), loss, "kfac", path=tmp_path / "kfac")
     assert not (tmp_path / "kfac").exists()
@@ -165,13 +151,8 @@ def test_a_loss_whose_samples_no_file_draws_has_optimizers_without_curvature(tmp
 @pytest.mark.parametrize("case", OPTIONS)
 def test_options_of_losses_count(case, optimizer, tmp_path):
     net, loss, draw = OPTIONS[case]
-    found = differences(network(net), optimizer, tmp_path / "files", draw, loss, steps=10)
-    assert found[0] < FIRST
-    assert found[-1] < LAST
-
-
-def means(rng, n):
-    return (50 + rng.standard_normal((n, CLASSES))).astype("float32")
+    model, steps = (mlp(), 20) if net == "mlp" else (network(net), 10)
+    assert_equal_steps(model, optimizer, tmp_path / "files", draw, loss, steps=steps)
 
 
 def weighted(draw, axes=1, mask=False, value=None):
@@ -214,9 +195,12 @@ WEIGHTED = {
     ),
     "bits": ("dense", BITS, weighted(hidden(features), 2), {"weights": "targets"}),
     "rows of bits": ("dense", BITS, weighted(features, mask=True), {"mask": "predictions"}),
-    "means": ("dense", {"loss": "normal"}, weighted(means, value=1e4), {"weights": "examples"}),
+    "means": (
+        "dense", {"loss": "normal"}, weighted(normal(1.0, 50.0), value=1e4),
+        {"weights": "examples"},
+    ),
     "masked means": (
-        "dense", {"loss": "normal"}, weighted(means, 2, mask=True, value=np.nan),
+        "dense", {"loss": "normal"}, weighted(normal(1.0, 50.0), 2, mask=True, value=np.nan),
         {"mask": "targets"},
     ),
     "sum": ("tokens", {"reduction": "sum"}, weighted(TOKENS, 2), {"weights": "targets"}),
@@ -228,19 +212,15 @@ WEIGHTED = {
 def test_weights_are_inputs(case, optimizer, tmp_path):
     net, options, draw, inputs = WEIGHTED[case]
     options = {**options, **inputs}
-    found = differences(network(net), optimizer, tmp_path / "files", draw, steps=10, **options)
-    assert found[0] < FIRST
-    assert found[-1] < LAST
+    assert_equal_steps(network(net), optimizer, tmp_path / "files", draw, steps=10, **options)
 
 
 @pytest.mark.parametrize("reduction", ["batch_mean", "sum"])
 def test_reductions_of_ignored_targets_equal_those_of_the_optimizer(reduction, tmp_path):
     draw = hidden(classes((5,)))
-    found = differences(
+    assert_equal_steps(
         network("tokens"), "kfac", tmp_path / "files", draw, reduction=reduction, steps=8
     )
-    assert found[0] < FIRST
-    assert found[-1] < LAST
 
 
 def test_steps_of_two_losses_equal_those_of_the_optimizer(tmp_path):
@@ -255,9 +235,7 @@ def test_steps_of_two_losses_equal_those_of_the_optimizer(tmp_path):
         }
 
     loss = ["categorical", "categorical"]
-    found = differences(model, "adamw", tmp_path / "files", draw, loss)
-    assert found[0] < FIRST
-    assert found[-1] < LAST
+    assert_equal_steps(model, "adamw", tmp_path / "files", draw, loss)
 
 
 @pytest.mark.parametrize(
@@ -273,9 +251,7 @@ def test_steps_of_two_losses_equal_those_of_the_optimizer(tmp_path):
 )
 def test_options_of_optimizers_count(optimizer, options, tmp_path):
     draw = classes()
-    found = differences(network("dense"), optimizer, tmp_path / "files", draw, **options)
-    assert found[0] < FIRST
-    assert found[-1] < LAST
+    assert_equal_steps(network("dense"), optimizer, tmp_path / "files", draw, **options)
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
@@ -285,9 +261,7 @@ def test_updates_of_files_are_shorter_along_rare_features(net, accumulate, tmp_p
     options = {"steps": 6, "accumulate": accumulate}
     free = differences(network(net), "kfac", tmp_path / "free", draw, **options)
     monkeypatch.setattr(feature_bounds, "_RARE", 0.5)  # every feature
-    found = differences(network(net), "kfac", tmp_path / "files", draw, **options)
-    assert found[0] < FIRST
-    assert found[-1] < LAST
+    found = assert_equal_steps(network(net), "kfac", tmp_path / "files", draw, **options)
     assert found != free  # the bounds had an effect
 
 
@@ -299,12 +273,9 @@ def test_steps_of_files_take_updates_back(length, goes_back, tmp_path, monkeypat
         parts.append(part_back(*arguments))
         return parts[-1]
 
-    def draw(rng, n):
-        return rng.standard_normal((n, CLASSES)).astype(np.float32)
-
     monkeypatch.setattr(AdaptiveLengthUpdate, "_part_back", noted)
     options = {"loss": "normal", "update_length": length}
-    found = differences(network("dense"), "kfac", tmp_path / "files", draw, **options)
+    found = differences(network("dense"), "kfac", tmp_path / "files", normal(1.0), **options)
     assert any(part > 0 for part in parts if not is_recorded(part)) == goes_back
     assert found[-1] < LAST
 
@@ -350,12 +321,8 @@ def two_tables():
 def test_equal_weights_are_trained_as_one(optimizer, tmp_path):
     model, folder = two_tables(), tmp_path / "files"
 
-    def draw(rng, n):
-        return rng.integers(0, VOCABULARY, (n, 6))
-
-    found = differences(model, optimizer, folder, draw, tie_weights=True)
-    assert found[0] < FIRST
-    assert found[-1] < LAST
+    draw = classes((6,), VOCABULARY)
+    assert_equal_steps(model, optimizer, folder, draw, tie_weights=True)
     files = ke.TrainingFiles(folder, model)
     read = files.read(files.initial())
     np.testing.assert_array_equal(read["head"], read["table"].T)
@@ -372,9 +339,7 @@ def two_inputs():
 
 
 def test_models_with_two_inputs(tmp_path):
-    found = differences(two_inputs(), "kfac", tmp_path / "files", classes())
-    assert found[0] < FIRST
-    assert found[-1] < LAST
+    assert_equal_steps(two_inputs(), "kfac", tmp_path / "files", classes())
 
 
 @pytest.mark.parametrize("axis", [0, 1])
@@ -445,9 +410,7 @@ def test_files_have_directions_as_often_as_the_optimizer(net, tmp_path, monkeypa
     }.items():
         monkeypatch.setattr(adaptive_lengths, name, value)
     draw = classes((5,) if net == "tokens" else ())
-    found = differences(network(net), "kfac", tmp_path / "files", draw)
-    assert found[0] < FIRST
-    assert found[-1] < LAST
+    assert_equal_steps(network(net), "kfac", tmp_path / "files", draw)
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
