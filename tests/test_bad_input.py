@@ -32,25 +32,18 @@ BATCHES = {
     "inputs without names": (lambda x: [*x["input"]], TARGETS, ke.InputError, "parts of a batch"),
     "missing input": (lambda x: {}, TARGETS, ke.InputError, "'input' is missing"),
     "wrong dtype": (
-        lambda x: {"input": x["input"].astype(np.int64)},
-        TARGETS,
-        ke.InputError,
-        "int64.*float32",
-    ),
+        lambda x: {"input": x["input"].astype(np.int64)}, TARGETS, ke.InputError, "int64.*float32"),
     "wrong rank": (lambda x: {"input": x["input"][0]}, TARGETS, ke.ShapeError, r"\(6,\)"),
     "wrong side": (lambda x: {"input": x["input"][:, :5]}, TARGETS, ke.ShapeError, r"\(4, 5\)"),
     "empty batch": (lambda x: {"input": x["input"][:0]}, TARGETS[:0], ke.ShapeError, "empty"),
     "nan input": (
         lambda x: {"input": np.where(x["input"] > 1, np.nan, x["input"]).astype(np.float32)},
-        TARGETS,
-        ke.NonFiniteError,
-        "NaN or infinity",
-    ),
+        TARGETS, ke.NonFiniteError, "NaN or infinity"),
     "too few targets": (lambda x: x, TARGETS[:3], ke.InputError, "3"),
     "class too large": (lambda x: x, np.array([0, 3, 1, 1]), ke.InputError, "3"),
     "negative class": (lambda x: x, np.array([0, -1, 1, 1]), ke.InputError, "-1"),
     "float classes": (lambda x: x, TARGETS.astype(np.float32), ke.InputError, "integer"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", BATCHES)

@@ -31,17 +31,13 @@ CASES = {
     "line": (LINE, "w(3,4,3) b(3)", "y = Conv(input, w, b)", WB, "conv1d"),
     "dilated": (
         IMAGE, "w(3,4,2,3) b(3)",
-        "y = Conv<pads=[1, 0, 2, 1], dilations=[2, 1], strides=[1, 2]>(input, w, b)", WB, "conv2d",
-    ),
+        "y = Conv<pads=[1, 0, 2, 1], dilations=[2, 1], strides=[1, 2]>(input, w, b)", WB, "conv2d"),
     "groups": (
-        IMAGE, "w(6,2,2,2) b(6)", "y = Conv<group=2>(input, w, b)", WB, "grouped_convolution"
-    ),
+        IMAGE, "w(6,2,2,2) b(6)", "y = Conv<group=2>(input, w, b)", WB, "grouped_convolution"),
     "groups of a line": (
-        LINE, "w(2,2,3) b(2)", "y = Conv<group=2>(input, w, b)", WB, "grouped_convolution"
-    ),
+        LINE, "w(2,2,3) b(2)", "y = Conv<group=2>(input, w, b)", WB, "grouped_convolution"),
     "depthwise": (
-        IMAGE, "w(8,1,2,3) b(8)", "y = Conv<group=4>(input, w, b)", WB, "grouped_convolution"
-    ),
+        IMAGE, "w(8,1,2,3) b(8)", "y = Conv<group=4>(input, w, b)", WB, "grouped_convolution"),
     "embedding": ("batch", TABLE, "y = Gather(w, input)", ("w",), "embedding"),
     "embedding of sentences": (IDS, TABLE, "y = Gather(w, input)", ("w",), "embedding"),
     # Rows of a matrix, picked by a product with vectors of two values.
@@ -51,8 +47,7 @@ CASES = {
     # Ones lie along the axis before the last: what meets the weight are positions.
     "one-hot along the middle": (
         IDS, f"w(4,{WIDTH}) depth:{models.VOCABULARY} known=0.,1.",
-        "hot = OneHot<axis=1>(input, depth, known)  y = MatMul(hot, w)", ("w",), "fully_connected",
-    ),
+        "hot = OneHot<axis=1>(input, depth, known)  y = MatMul(hot, w)", ("w",), "fully_connected"),
     # The same layer on the data and on the data turned around.
     "uses": (
         "batch,3", "w(3,3) b(3) order=2,1,0",
@@ -62,21 +57,17 @@ CASES = {
     ),
     # Positions lie on the first axis, of which there are fewer than examples.
     "time first": (
-        "2,batch,3", "w(3,3)",
-        "tokens = MatMul(input, w)  y = Transpose<perm=[1, 0, 2]>(tokens)", ("w",),
-        "fully_connected",
-    ),
+        "2,batch,3", "w(3,3)", "tokens = MatMul(input, w)  y = Transpose<perm=[1, 0, 2]>(tokens)",
+        ("w",), "fully_connected"),
     "normalization": (
         "batch,2,3", "scale(3) shift(3)",
         "normal = LayerNormalization(input, scale, shift)  y = Tanh(normal)", BOTH,
-        "scale_and_shift",
-    ),
+        "scale_and_shift"),
     # A scale for each row of an example, a shift for each column, of which there are as many.
     "different axes": (
         SQUARE, "scale(3,1) shift(3)",
         "scaled = Mul(input, scale)  shifted = Add(scaled, shift)  y = Tanh(shifted)", BOTH,
-        "scale_and_shift",
-    ),
+        "scale_and_shift"),
     # The same with a scale of one axis, which only a view lays along the rows.
     "a view": (
         SQUARE, "scale(3) shift(3) axis=1",
@@ -84,7 +75,7 @@ CASES = {
            y = Tanh(shifted)""",
         ("scale",), "scale_and_shift",
     ),
-}
+}  # fmt: skip
 # fmt: on
 
 
@@ -133,10 +124,8 @@ _USES = "float[batch, 2, T, 2] input", {"w": (2, 2, 2, 1)}
 # of this kind is exact; of one approximation where the others need another network.
 NETWORKS = {
     "fully_connected": (
-        "double[batch, T, 3] input",
-        {"w": (3, 2), "b": (2,)},
-        "h = MatMul(input, w)  output = Add(h, b)",
-    ),
+        "double[batch, T, 3] input", {"w": (3, 2), "b": (2,)},
+        "h = MatMul(input, w)  output = Add(h, b)"),
     ("fully_connected", "kron_reduce"): (
         "double[batch, T, 3] input",
         {"w": (3, 2), "b": (2,)},
@@ -144,32 +133,20 @@ NETWORKS = {
            axis = Constant<value_ints=[1]>()  output = ReduceMean(s, axis)""",
     ),
     "conv2d": (
-        "float[batch, 2, T, 3] input",
-        {"w": (3, 2, 2, 2), "b": (3,)},
-        "output = Conv(input, w, b)",
-    ),
+        "float[batch, 2, T, 3] input", {"w": (3, 2, 2, 2), "b": (3,)},
+        "output = Conv(input, w, b)"),
     ("conv2d", "kron_reduce"): (
-        "float[batch, 2, T, 3] input",
-        {"w": (3, 2, 2, 2), "b": (3,)},
-        "s = Conv(input, w, b)  output = GlobalAveragePool(s)",
-    ),
+        "float[batch, 2, T, 3] input", {"w": (3, 2, 2, 2), "b": (3,)},
+        "s = Conv(input, w, b)  output = GlobalAveragePool(s)"),
     # The pixels of different taps are correlated: a window has one tap.
     ("conv2d", "kron_sua"): (
-        "float[batch, 2, T, 3] input",
-        {"w": (3, 2, 1, 1)},
-        "output = Conv(input, w)",
-    ),
+        "float[batch, 2, T, 3] input", {"w": (3, 2, 1, 1)}, "output = Conv(input, w)"),
     "conv1d": ("float[batch, 2, T] input", {"w": (2, 2, 2)}, "output = Conv(input, w)"),
     "convolution": (
-        "float[batch, 2, T, 2, 2] input",
-        {"w": (2, 2, 2, 1, 2)},
-        "output = Conv(input, w)",
-    ),
+        "float[batch, 2, T, 2, 2] input", {"w": (2, 2, 2, 1, 2)}, "output = Conv(input, w)"),
     "conv_transpose": (
-        "float[batch, 2, T, 2] input",
-        {"w": (2, 2, 2, 2)},
-        "output = ConvTranspose<strides=[2, 2]>(input, w)",
-    ),
+        "float[batch, 2, T, 2] input", {"w": (2, 2, 2, 2)},
+        "output = ConvTranspose<strides=[2, 2]>(input, w)"),
     "fully_connected_multi": (
         "double[batch, T, 2] input",
         {"w": (2, 2)},
@@ -177,27 +154,14 @@ NETWORKS = {
         + "h = MatMul(input, w)  g = MatMul(turned, w)  output = Concat<axis=2>(h, g)",
     ),
     "conv2d_multi": (*_USES, _TWICE.format("Conv")),
-    "convolution_multi": (
-        "float[batch, 2, T] input",
-        {"w": (2, 2, 2)},
-        _TWICE.format("Conv"),
-    ),
+    "convolution_multi": ("float[batch, 2, T] input", {"w": (2, 2, 2)}, _TWICE.format("Conv")),
     "conv_transpose_multi": (*_USES, _TWICE.format("ConvTranspose<strides=[2, 1]>")),
     "grouped_convolution": (
-        "float[batch, 4, T, 2] input",
-        {"w": (4, 2, 2, 1)},
-        "output = Conv<group=2>(input, w)",
-    ),
+        "float[batch, 4, T, 2] input", {"w": (4, 2, 2, 1)}, "output = Conv<group=2>(input, w)"),
     "grouped_convolution_multi": (
-        "float[batch, 2, T, 2] input",
-        {"w": (2, 1, 2, 1)},
-        _TWICE.format("Conv<group=2>"),
-    ),
+        "float[batch, 2, T, 2] input", {"w": (2, 1, 2, 1)}, _TWICE.format("Conv<group=2>")),
     "stacked_dense": (
-        "double[batch, T, 2, 1, 3] input",
-        {"w": (2, 3, 2)},
-        "output = MatMul(input, w)",
-    ),
+        "double[batch, T, 2, 1, 3] input", {"w": (2, 3, 2)}, "output = MatMul(input, w)"),
     "embedding": ("int64[batch, T] input", {"w": (5, 2)}, "output = Gather(w, input)"),
     "embedding_multi": (
         "int64[batch, T] input",
@@ -214,13 +178,11 @@ NETWORKS = {
            output = Concat<axis=2>(g, h)""",
     ),
     "scale_and_shift": (
-        "double[batch, T, 3] input",
-        {"w": (3,), "b": (3,)},
-        "h = Mul(input, w)  s = Add(h, b)  output = Tanh(s)",
-    ),
+        "double[batch, T, 3] input", {"w": (3,), "b": (3,)},
+        "h = Mul(input, w)  s = Add(h, b)  output = Tanh(s)"),
     "shift": ("double[batch, T, 3] input", {"b": (3,)}, "s = Add(input, b)  output = Tanh(s)"),
     "generic": ("double[batch, T, 3] input", {"w": (3,)}, "h = Sin(w)  output = Mul(input, h)"),
-}
+}  # fmt: skip
 
 
 def network_of_any_length(kind, name):

@@ -101,8 +101,7 @@ CALLS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]]]] = {
     "differentiate": (ke.differentiate, lambda: {"model": MODEL, "loss": "categorical"}),
     "derivatives": (
         ke.derivatives,
-        lambda: {"model": MODEL, "wrt": "input", "outputs": "output", "laplacian": True},
-    ),
+        lambda: {"model": MODEL, "wrt": "input", "outputs": "output", "laplacian": True}),
     "equation": (
         ke.equation,
         lambda: {
@@ -127,10 +126,7 @@ CALLS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]]]] = {
     "Laplace": (ke.Laplace, lambda: {"curvature": curvature()}),
     "saliency": (ke.saliency, lambda: {"curvature": curvature()}),
     "prune": (ke.prune, lambda: {"curvature": curvature(), "sparsity": 0.5}),
-    "merge": (
-        ke.merge,
-        lambda: {"models": [loaded()] * 2, "curvatures": [curvature()] * 2},
-    ),
+    "merge": (ke.merge, lambda: {"models": [loaded()] * 2, "curvatures": [curvature()] * 2}),
     "fit": (
         ke.fit,
         lambda: {
@@ -155,10 +151,7 @@ CALLS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]]]] = {
     "CollectionConfig": (ke.CollectionConfig, dict),
     "EngineOptions": (ke.EngineOptions, lambda: {"loss": "categorical"}),
     "CurvatureOptions": (ke.CurvatureOptions, lambda: {"loss": "categorical"}),
-    "Rows": (
-        ke.Rows,
-        lambda: {"indices": np.array([0]), "values": np.ones((1, 2)), "num_rows": 3},
-    ),
+    "Rows": (ke.Rows, lambda: {"indices": np.array([0]), "values": np.ones((1, 2)), "num_rows": 3}),
     "LayerCollection": (ke.LayerCollection, lambda: {"graph": {"w": (2, 3)}}),
     "FisherEstimator": (
         ke.FisherEstimator,
@@ -168,8 +161,7 @@ CALLS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]]]] = {
         },
     ),
     "set_default_layer_collection": (
-        ke.set_default_layer_collection, lambda: {"layer_collection": None},
-    ),
+        ke.set_default_layer_collection, lambda: {"layer_collection": None}),
     **{
         name: (getattr(ke, name), lambda: {"logits": "a"})
         for name in (
@@ -184,12 +176,9 @@ CALLS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]]]] = {
         )
     },
     "Weighted": (ke.Weighted, lambda: {"targets": None, "weights": 1}),
-    "NormalMeanNegativeLogProbLoss": (
-        ke.NormalMeanNegativeLogProbLoss, lambda: {"mean": "a"},
-    ),
+    "NormalMeanNegativeLogProbLoss": (ke.NormalMeanNegativeLogProbLoss, lambda: {"mean": "a"}),
     "NormalMeanVarianceNegativeLogProbLoss": (
-        ke.NormalMeanVarianceNegativeLogProbLoss, lambda: {"mean": "a", "variance": "b"},
-    ),
+        ke.NormalMeanVarianceNegativeLogProbLoss, lambda: {"mean": "a", "variance": "b"}),
     **{
         f"Engine.{name}": (getattr(ke.Engine, name), lambda good=good: {"self": engine(), **good})
         for name, good in {

@@ -25,11 +25,7 @@ SHAPES = {
     "chain": ("w{i}(4,4) b{i}(4)", START, CHAIN, END),
     # One layer and a chain without parameters.
     "elementwise": (
-        "w(4,4)",
-        "r0 = MatMul(input, w)  ",
-        "t{i} = Tanh(r{i})  r{next} = Tanh(t{i})  ",
-        END,
-    ),
+        "w(4,4)", "r0 = MatMul(input, w)  ", "t{i} = Tanh(r{i})  r{next} = Tanh(t{i})  ", END),
     # Many layers on one input, concatenated.
     "heads": ("w{i}(4,2)", "", "h{i} = MatMul(input, w{i})  ", "output = Concat<axis=1>({all})"),
     # Many readers of one value.
@@ -38,11 +34,8 @@ SHAPES = {
     "shared": ("w(4,4)", START, "h{i} = MatMul(r{i}, w)  r{next} = Tanh(h{i})  ", END),
     # Normalizations with scales and shifts, and residual branches: gradients do not vanish.
     "norms": (
-        "g{i}(4) b{i}(4)",
-        START,
-        "h{i} = LayerNormalization(r{i}, g{i}, b{i})  r{next} = Add(r{i}, h{i})  ",
-        END,
-    ),
+        "g{i}(4) b{i}(4)", START,
+        "h{i} = LayerNormalization(r{i}, g{i}, b{i})  r{next} = Add(r{i}, h{i})  ", END),
     # Many If nodes, each around a layer.
     "branches": (
         "w{i}(4,4) one=1 axis=0",
@@ -55,11 +48,9 @@ SHAPES = {
     # One If node around all layers.
     "large branch": (
         "w{i}(4,4) b{i}(4) one=1 axis=0",
-        START + DECIDED + "output = If<then_branch = t () => (float[n, 4] r{n}) {{ ",
-        CHAIN,
-        "}}, " + ELSE.replace("{i}", "0"),
-    ),
-}
+        START + DECIDED + "output = If<then_branch = t () => (float[n, 4] r{n}) {{ ", CHAIN,
+        "}}, " + ELSE.replace("{i}", "0")),
+}  # fmt: skip
 
 
 def calls(action):

@@ -25,24 +25,19 @@ def sigmoid(z):
 ENDINGS = {
     "mean over pieces": (
         [("Sigmoid", ["_"], {}), ("ReduceMean", ["_", "one"], {"keepdims": 0})],
-        lambda z: sigmoid(z).mean(1),
-    ),
+        lambda z: sigmoid(z).mean(1)),
     "largest piece": (
         [("Sigmoid", ["_"], {}), ("ReduceMax", ["_", "one"], {"keepdims": 0})],
-        lambda z: sigmoid(z).max(1),
-    ),
+        lambda z: sigmoid(z).max(1)),
     "clipped": (
         [("Sigmoid", ["_"], {}), ("Clip", ["_", "0.2", "0.7"], {})],
-        lambda z: np.clip(sigmoid(z), 0.2, 0.7),
-    ),
+        lambda z: np.clip(sigmoid(z), 0.2, 0.7)),
     "joined": (
         [("Sigmoid", ["_"], {}), ("Concat", ["_", "_"], {"axis": 1})],
-        lambda z: np.concatenate([sigmoid(z)] * 2, 1),
-    ),
+        lambda z: np.concatenate([sigmoid(z)] * 2, 1)),
     "chosen": (
         [("Sigmoid", ["_"], {}), ("Where", ["mask", "_", "0.7"], {})],
-        lambda z: np.where([True, False], sigmoid(z), 0.7),
-    ),
+        lambda z: np.where([True, False], sigmoid(z), 0.7)),
     "of any piece": (
         [
             ("Sigmoid", ["_"], {}),
@@ -54,13 +49,11 @@ ENDINGS = {
     ),
     "from Tanh": (
         [("Tanh", ["_"], {}), ("Add", ["_", "1.0"], {}), ("Mul", ["_", "0.5"], {})],
-        lambda z: (np.tanh(z) + 1) / 2,
-    ),
+        lambda z: (np.tanh(z) + 1) / 2),
     "from Erf": (
         [("Erf", ["_"], {}), ("Add", ["1.0", "_"], {}), ("Div", ["_", "2.0"], {})],
-        lambda z: (np.vectorize(erf)(z) + 1) / 2,
-    ),
-}
+        lambda z: (np.vectorize(erf)(z) + 1) / 2),
+}  # fmt: skip
 
 
 def network(operators, output_rank=2):

@@ -101,19 +101,16 @@ def test_gradient_model_computes_weighted_sum(model, inputs, targets, truth):
 MISTAKES = {
     "one array for two losses": (
         lambda t: t["mean"],
-        "cannot be the targets of several losses; pass a mapping with the keys logits, mean",
-    ),
+        "cannot be the targets of several losses; pass a mapping with the keys logits, mean"),
     "a missing target": (lambda t: {"mean": t["mean"]}, "'targets of logits' .* are missing"),
     "an unknown output": (lambda t: {**t, "mode": t["mean"]}, "'mode', but no loss is on"),
     "a class out of range": (
         lambda t: {**t, "logits": t["logits"] + 3},
-        "is not a class: 'logits' has 3 classes, 0 to 2",
-    ),
+        "is not a class: 'logits' has 3 classes, 0 to 2"),
     "classes of another type": (
         lambda t: {**t, "logits": t["logits"].astype(np.float32)},
-        r"integer class ids, got float32; convert them with targets.astype\('int64'\)",
-    ),
-}
+        r"integer class ids, got float32; convert them with targets.astype\('int64'\)"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("change", "said"), MISTAKES.values(), ids=MISTAKES)

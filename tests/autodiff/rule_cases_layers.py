@@ -32,8 +32,7 @@ def _pools(op, opset=18, **attributes):
 
 _POOLS = [
     *_pools("MaxPool"),
-    case("MaxPool", "dilated", x(N, 2, 3, 5, draw=distinct), kernel_shape=(2, 2),
-         dilations=(2, 3)),
+    case("MaxPool", "dilated", x(N, 2, 3, 5, draw=distinct), kernel_shape=(2, 2), dilations=(2, 3)),
     case("MaxPool", "dilated_as_it_strides", x(N, 2, 5, 4, draw=distinct), kernel_shape=(2, 2),
          strides=(2, 2), dilations=(2, 2)),
     case("MaxPool", "tiled_line", x(N, 2, 7, draw=distinct), kernel_shape=(3,), strides=(3,)),

@@ -99,8 +99,7 @@ _POOLED = [
 
 _FRAMED = [
     case("AffineGrid", "image", p(2, 2, 3), k([2, 3, 4, 5]), opset=20),
-    case("AffineGrid", "volume_corners", p(2, 3, 4), k([2, 1, 2, 3, 2]), opset=20,
-         align_corners=1),
+    case("AffineGrid", "volume_corners", p(2, 3, 4), k([2, 1, 2, 3, 2]), opset=20, align_corners=1),
     case("CenterCropPad", "cut_and_filled", x(N, 3, 5), k([4, 2]), axes=(1, 2)),
     case("CenterCropPad", "all_axes", p(3, 4), k([5, 4])),
 ]  # fmt: skip

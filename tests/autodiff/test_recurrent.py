@@ -84,11 +84,8 @@ FORMS: Mapping[str, tuple[str, tuple[str, ...], Options]] = {
         for name in ("Relu", "LeakyRelu", "Elu", "Softsign", "Softplus")
     },
     "RNN-threshold": (
-        "RNN",
-        ("B",),
-        {"activations": ["ThresholdedRelu"], "activation_alpha": [0.4]},
-    ),
-}
+        "RNN", ("B",), {"activations": ["ThresholdedRelu"], "activation_alpha": [0.4]}),
+}  # fmt: skip
 
 
 def operands(op, optional, options, n):

@@ -178,12 +178,8 @@ STACKS = {
     "under_positions": ("batch,2,3,1,16 -> batch,2,3,1,8", "w(3,16,8)", "MatMul(input, w)"),
     "axis_of_one": ("batch,3,1,16 -> batch,3,1,8", "w(1,3,16,8)", "MatMul(input, w)"),
     "on_left": ("batch,3,16,1 -> batch,3,8,1", "w(3,8,16)", "MatMul(w, input)"),
-    "einsum": (
-        "batch,3,16 -> batch,3,8",
-        "w(3,16,8)",
-        'Einsum<equation="nsi,sio->nso">(input, w)',
-    ),
-}
+    "einsum": ("batch,3,16 -> batch,3,8", "w(3,16,8)", 'Einsum<equation="nsi,sio->nso">(input, w)'),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", STACKS)

@@ -23,13 +23,10 @@ _STEPS = {
     "EyeLike": ([_NUMBERS], [], {}),
     "Bernoulli": ([_SHARES], [], {"seed": 1.0}),
     "MelWeightMatrix": (
-        [np.float32(1.3), np.float32(901.7)],
-        [np.int64(4), np.int64(64), np.int64(2000)],
-        {},
-    ),
+        [np.float32(1.3), np.float32(901.7)], [np.int64(4), np.int64(64), np.int64(2000)], {}),
     "RandomNormalLike": ([_NUMBERS], [], {"seed": 1.0}),
     "RandomUniformLike": ([_NUMBERS], [], {"seed": 1.0}),
-}
+}  # fmt: skip
 # No operand is a number that could be moved.
 _WITHOUT_OPERANDS = {"Constant", "ConstantOfShape", "RandomNormal", "RandomUniform"}
 

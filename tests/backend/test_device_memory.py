@@ -28,18 +28,12 @@ ROWS = RNG.normal(size=(600, 7)).astype(np.float32)
 MOMENTS = {
     "rows": ((7, 7), lambda b, x, _, out: b.second_moment(x, out), (ROWS, ROWS)),
     "patches": (
-        (72, 72), lambda b, x, _, out: b.patch_second_moment(x, WINDOW, out), (IMAGES, IMAGES),
-    ),
+        (72, 72), lambda b, x, _, out: b.patch_second_moment(x, WINDOW, out), (IMAGES, IMAGES)),
     "groups": (
-        (4, 18, 18),
-        lambda b, x, _, out: b.patch_second_moment(x, WINDOW, out),
-        (IMAGES, IMAGES),
-    ),
+        (4, 18, 18), lambda b, x, _, out: b.patch_second_moment(x, WINDOW, out), (IMAGES, IMAGES)),
     "squares": (
-        (2, 36, 2),
-        lambda b, x, ds, out: b.squared_gradients(x, WINDOW, ds, out),
-        (IMAGES, SIGNALS),
-    ),
+        (2, 36, 2), lambda b, x, ds, out: b.squared_gradients(x, WINDOW, ds, out),
+        (IMAGES, SIGNALS)),
 }  # fmt: skip
 
 

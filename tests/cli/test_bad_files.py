@@ -96,8 +96,7 @@ WRONG = {
     "turned gradient": ({"gradients": "turned.safetensors"}, "(3, 4)"),
     "no state": ({"state": "x.npz"}, "x.npz"),
     "empirical without targets": (
-        {"mode": "empirical", "targets": None, "gradients": "whole.safetensors"}, "targets",
-    ),
+        {"mode": "empirical", "targets": None, "gradients": "whole.safetensors"}, "targets"),
 }  # fmt: skip
 
 

@@ -199,10 +199,7 @@ WRONG = {
     "no examples in a batch": (["--batch-size", "0"], "--batch-size"),
     "damping of zero": (["--damping", "0"], "--damping"),
     "no data": (["--inputs", "none.npz"], "none.npz"),
-    "data of another name": (
-        ["--inputs", "named.npz"],
-        "the arrays are: 'inputs' (did you mean",
-    ),
+    "data of another name": (["--inputs", "named.npz"], "the arrays are: 'inputs' (did you mean"),
     "too few targets": (["--targets", "few.npy"], "20 examples"),
     "targets outside the classes": (["--targets", "far.npy"], "7"),
     "NaN": (["--inputs", "nan.npz"], "NaN"),
@@ -211,7 +208,7 @@ WRONG = {
     "picture over the data": (["--plot", "x.svg"], "would overwrite"),
     "file over the data": (["-o", "x.npz"], "would overwrite"),
     "file in no folder": (["-o", "none/c"], "existing folder"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("arguments", "named"), WRONG.values(), ids=WRONG)

@@ -38,8 +38,7 @@ def library(**changes):
 WARNINGS = {
     "nothing wrong": ({}, library(), None),
     "forced kernel": (
-        {"OPENBLAS_CORETYPE": "Prescott"}, library(), "OPENBLAS_CORETYPE=Prescott overrides",
-    ),
+        {"OPENBLAS_CORETYPE": "Prescott"}, library(), "OPENBLAS_CORETYPE=Prescott overrides"),
     "another library's variable": ({"BLIS_ARCH_TYPE": "1"}, library(), None),
     "old kernel": ({}, library(kernel="Nehalem"), "Nehalem kernel although this processor"),
     "too many threads": ({}, library(threads=9), "9 threads on 2 usable cores"),

@@ -45,14 +45,10 @@ MISSPELLED = {
     "wrt": (("differentiate", "mlp.onnx", "--wrt", "iamge", "-o", "g.onnx"), "image"),
     "metric": ((*TRAIN, "--validation=data.npz", "--metrics", "acuracy"), "accuracy"),
     "best metric": (
-        (*TRAIN, "--validation=data.npz", "--best", "validation_los"),
-        "validation_loss",
-    ),
+        (*TRAIN, "--validation=data.npz", "--best", "validation_los"), "validation_loss"),
     "input of a batch": ((*BATCH, "--inputs", "misspelled.npz"), "image"),
     "input of data": (
-        ("train", "mlp.onnx", "--data=misspelled_data.npz", "-o", "out.onnx"),
-        "image",
-    ),
+        ("train", "mlp.onnx", "--data=misspelled_data.npz", "-o", "out.onnx"), "image"),
     "input of an axis": ((*INSPECT, "--batch-axis", "iamge=0"), "image"),
 }  # fmt: skip
 

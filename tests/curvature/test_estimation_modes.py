@@ -200,9 +200,7 @@ LOSS = [RegisteredLoss("loss", CATEGORICAL("z", "t"))]
 Z = {"z": np.zeros((2, 3))}
 
 
-@pytest.mark.parametrize(
-    ("mode", "losses", "values", "draws", "error", "message"),
-    [
+@pytest.mark.parametrize(("mode", "losses", "values", "draws", "error", "message"), [
         ("exact", [], Z, None, RegistrationError, "no loss"),
         ("exact", LOSS, {}, None, UnknownNameError, "'z'"),
         ("exact", LOSS, {"z": Z["z"] * np.nan}, None, NonFiniteError, "'z'"),
@@ -216,13 +214,8 @@ Z = {"z": np.zeros((2, 3))}
         ("curvature_prop", LOSS, Z, {"loss": np.ones(3)}, ShapeError, r"\(3,\), expected \(2, 3\)"),
         ("curvature_prop", LOSS, Z, {"loss": Z["z"]}, InputError, "signs"),
         (
-            "exact",
-            TWO_TOWERS,
-            {**TWO_TOWER_VALUES, "y": np.zeros((2, 5))},
-            None,
-            ShapeError,
-            r"\(4,\), \(5,\)",
-        ),
+            "exact", TWO_TOWERS, {**TWO_TOWER_VALUES, "y": np.zeros((2, 5))}, None, ShapeError,
+            r"\(4,\), \(5,\)"),
         *(
             (
                 mode,
@@ -234,8 +227,7 @@ Z = {"z": np.zeros((2, 3))}
             )
             for mode in ("exact_GGN", "curvature_prop_GGN")
         ),
-    ],
-)
+    ])  # fmt: skip
 def test_wrong_batches_are_refused(mode, losses, values, draws, error, message):
     with pytest.raises(error, match=message):
         next(MODES[mode](losses, values, rng(), draws))

@@ -67,22 +67,17 @@ CASES = {
     "tokens": ("token_mlp", categorical(), [("categorical", "output", 1, 1)]),
     "embedding": ("embedding", categorical(), [("categorical", "output", 1, 1)]),
     "two_losses": (
-        "two_outputs",
-        both(categorical("logits", coeff=0.7), normal("mean", coeff=2.5)),
-        [("categorical", "logits", 0.7, 1), ("normal", "mean", 2.5, 0.5)],
-    ),
+        "two_outputs", both(categorical("logits", coeff=0.7), normal("mean", coeff=2.5)),
+        [("categorical", "logits", 0.7, 1), ("normal", "mean", 2.5, 0.5)]),
     "two_losses_on_one_output": (
-        "mlp",
-        both(categorical(coeff=0.7), bernoulli(coeff=3)),
-        [("categorical", "output", 0.7, 1), ("multi_bernoulli", "output", 3, 1)],
-    ),
+        "mlp", both(categorical(coeff=0.7), bernoulli(coeff=3)),
+        [("categorical", "output", 0.7, 1), ("multi_bernoulli", "output", 3, 1)]),
     "two_towers": (
         "two_outputs",
         both(categorical("logits", name="loss"), categorical("mean", name="loss", reuse=True)),
-        [("categorical", "logits", 1, 1), ("categorical", "mean", 1, 1)],
-    ),
+        [("categorical", "logits", 1, 1), ("categorical", "mean", 1, 1)]),
     "coefficient_zero": ("mlp", categorical(coeff=0), [("categorical", "output", 0, 1)]),
-}
+}  # fmt: skip
 every_case = pytest.mark.parametrize("name", CASES)
 
 
@@ -199,14 +194,11 @@ HESSIANS = {
     "two_losses": (
         models.two_outputs,
         both(categorical("logits", targets="t", coeff=0.4), normal("mean", targets="u")),
-        {**_IDS, "u": _RNG.standard_normal((BATCH, 2))},
-    ),
+        {**_IDS, "u": _RNG.standard_normal((BATCH, 2))}),
     "predicted_variance": (
-        lambda dtype: mean_and_variance(),
-        predicted_variance,
-        {"t": _RNG.standard_normal((BATCH, 2))},
-    ),
-}
+        lambda dtype: mean_and_variance(), predicted_variance,
+        {"t": _RNG.standard_normal((BATCH, 2))}),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", HESSIANS)

@@ -53,15 +53,13 @@ DENSE = 161 * 120 + 121 * 10
 CASES = {
     "dense": (dense, DENSE, (161, 120, 121, 10), (), 0, {}),
     "updates every second step": (
-        dense, DENSE, (161, 120, 121, 10), (), 0, {"covariance_every": 2},
-    ),
+        dense, DENSE, (161, 120, 121, 10), (), 0, {"covariance_every": 2}),
     "shared A": (shared, 3 * 90 * 90, (90, 90, 90, 90), (), 0, {}),
     # A of a table is a diagonal of float64.
     "table": (table, 400 * VOCABULARY + 401 * 5, (400, 401, 5), (), 8 * VOCABULARY, {}),
     "rows of three owners": (words, 600 * 40 + 41 * 5, (40, 41, 5), (40,), 8 * 600, {}),
     "diagonals": (
-        dense, DENSE, (), (), 4 * DENSE, {"approximations": {"fully_connected": "diagonal"}},
-    ),
+        dense, DENSE, (), (), 4 * DENSE, {"approximations": {"fully_connected": "diagonal"}}),
 }  # fmt: skip
 
 

@@ -13,8 +13,7 @@ SHAPES = {"w": (4, 5), "head": (5, 3), "other": (5, 5)}
 REFUSED = {
     "normalization": (
         "f, m, v = BatchNormalization<training_mode = 1>(h, one, nought, nought, one)",
-        "depend on other examples, by BatchNormalization",
-    ),
+        "depend on other examples, by BatchNormalization"),
     "dropout": ("f = Dropout(h, ratio, yes)", "depend on random numbers, by Dropout"),
     "mask with a seed": (
         """u = RandomUniformLike<seed = 1.0>(h)  k = Less(u, ratio)  c = Cast<to = 11>(k)
@@ -23,13 +22,11 @@ REFUSED = {
     ),
     "sum of the batch": (
         "s = ReduceSum<keepdims = 1>(h, first)  f = Add(h, s)",
-        "depend on other examples, first by ReduceSum",
-    ),
+        "depend on other examples, first by ReduceSum"),
     # The mean moves results by less than rounding, and the threshold lets nothing pass.
     "mean that hardly matters": (
         "s = ReduceMean<keepdims = 1>(h, first)  g = Mul(s, tiny)  f = Add(h, g)",
-        "depend on other examples, first by ReduceMean",
-    ),
+        "depend on other examples, first by ReduceMean"),
     "threshold on the largest": (
         """s = ReduceMax<keepdims = 1>(h, first)  d = Sub(s, many)  g = Relu(d)
         f = Add(h, g)""",
@@ -37,14 +34,13 @@ REFUSED = {
     ),
     "size of the batch": (
         "n = Shape<start = 0, end = 1>(h)  c = Cast<to = 11>(n)  f = Div(h, c)",
-        "depend on the number of examples, or on its place among them, first by",
-    ),
+        "depend on the number of examples, or on its place among them, first by"),
     "number of the row": (
         """n = Shape<start = 0, end = 1>(h)  k = Squeeze(n)  r = Range(start, k, step)
         c = Cast<to = 11>(r)  d = Unsqueeze(c, last)  f = Mul(h, d)""",
         "depend on the number of examples, or on its place among them, first by",
     ),
-}
+}  # fmt: skip
 ACCEPTED = {
     "mean of the features": "s = ReduceMean<keepdims = 1>(h, last)  f = Sub(h, s)",
     "softmax of the features": "f = Softmax(h)",

@@ -29,15 +29,11 @@ BODY = """
 SPELLINGS = {
     "batch first": (f"N, {T}, {D}", f"N, {T}, {C}", "h = Identity(x)" + BODY + "y = Identity(o)"),
     "time first": (
-        f"{T}, N, {D}",
-        f"{T}, N, {C}",
-        "h = Transpose<perm=[1,0,2]>(x)" + BODY + "y = Transpose<perm=[1,0,2]>(o)",
-    ),
+        f"{T}, N, {D}", f"{T}, N, {C}",
+        "h = Transpose<perm=[1,0,2]>(x)" + BODY + "y = Transpose<perm=[1,0,2]>(o)"),
     "examples before positions in rows": (
-        f"N, {T}, {D}",
-        f"M, {C}",
-        f"h = Identity(x) {BODY} r = Constant<value_ints=[-1,{C}]>() y = Reshape(o, r)",
-    ),
+        f"N, {T}, {D}", f"M, {C}",
+        f"h = Identity(x) {BODY} r = Constant<value_ints=[-1,{C}]>() y = Reshape(o, r)"),
     "positions before examples in rows": (
         f"{T}, N, {D}",
         f"M, {C}",
@@ -45,11 +41,9 @@ SPELLINGS = {
         f" r = Constant<value_ints=[-1,{C}]>() y = Reshape(q, r)",
     ),
     "one batch size only": (
-        f"{N}, {T}, {D}",
-        f"{N}, {T}, {C}",
-        f"k = Constant<value_ints=[{N},{T},{D}]>() h = Reshape(x, k)" + BODY + "y = Identity(o)",
-    ),
-}
+        f"{N}, {T}, {D}", f"{N}, {T}, {C}",
+        f"k = Constant<value_ints=[{N},{T},{D}]>() h = Reshape(x, k)" + BODY + "y = Identity(o)"),
+}  # fmt: skip
 
 
 def build(spelling="batch first"):

@@ -136,19 +136,13 @@ CASES = {
     "dense": Case(models.mlp(), "fc1.weight", dense, ((6, 6), (4, 4))),
     "bias": Case(models.mlp(), "fc1.bias", dense, ((6, 6), (4, 4))),
     "convolution": Case(
-        conv_net(1),
-        "conv.weight",
+        conv_net(1), "conv.weight",
         lambda m, x: {k: v[0] for k, v in zip("AG", conv_moments(m, x, 1), strict=True)},
-        ((37, 37), (4, 4)),
-        16,
-    ),
+        ((37, 37), (4, 4)), 16),
     "convolution in groups": Case(
-        conv_net(2),
-        "conv.weight",
-        lambda m, x: dict(zip("AG", conv_moments(m, x, 2), strict=True)),
-        ((2, 19, 19), (2, 2, 2)),
-        16,
-    ),
+        conv_net(2), "conv.weight",
+        lambda m, x: dict(zip("AG", conv_moments(m, x, 2), strict=True)), ((2, 19, 19), (2, 2, 2)),
+        16),
     "embedding": Case(models.embedding(), "table", table, ((7,), (4, 4)), 3),
     "EKFAC": Case(
         models.mlp(),
@@ -161,37 +155,20 @@ CASES = {
         },
     ),
     "diagonal": Case(
-        models.mlp(),
-        "fc1.weight",
-        lambda m, x: {"F": np.diag(packed_fisher(m, x, "fc1"))},
-        ((6, 4),),
-        options={"approximations": {"fully_connected": "diagonal"}},
-    ),
+        models.mlp(), "fc1.weight", lambda m, x: {"F": np.diag(packed_fisher(m, x, "fc1"))},
+        ((6, 4),), options={"approximations": {"fully_connected": "diagonal"}}),
     "diagonal input factor": Case(
-        models.mlp(),
-        "fc1.weight",
-        lambda m, x: dense(m, x) | {"A": np.diag(dense(m, x)["A"])},
-        ((6,), (4, 4)),
-        options={"approximations": {"fully_connected": "kron_in_diag"}},
-    ),
+        models.mlp(), "fc1.weight", lambda m, x: dense(m, x) | {"A": np.diag(dense(m, x)["A"])},
+        ((6,), (4, 4)), options={"approximations": {"fully_connected": "kron_in_diag"}}),
     "full": Case(
-        models.layer_norm(),
-        "norm.bias",
-        lambda m, x: {"F": fisher(m, x, "norm.weight", "norm.bias")},
-        ((10, 10),),
-    ),
+        models.layer_norm(), "norm.bias",
+        lambda m, x: {"F": fisher(m, x, "norm.weight", "norm.bias")}, ((10, 10),)),
     "parameter without a layer": Case(
-        shifted(), "offset", lambda m, x: {"F": np.diag(fisher(m, x, "offset"))}, ((5,),)
-    ),
+        shifted(), "offset", lambda m, x: {"F": np.diag(fisher(m, x, "offset"))}, ((5,),)),
     "successive uses": Case(
-        models.tied(),
-        "shared.weight",
-        successive,
-        ((2, 4, 4), (2, 4, 4)),
-        2,
-        {"approximations": {"fully_connected_multi": "kron_series_2"}},
-    ),
-}
+        models.tied(), "shared.weight", successive, ((2, 4, 4), (2, 4, 4)), 2,
+        {"approximations": {"fully_connected_multi": "kron_series_2"}}),
+}  # fmt: skip
 
 
 @cache

@@ -116,15 +116,11 @@ RECOGNIZED = {
         {"one": np.array(1.0)},
     ),
     "square": (
-        REAL,
-        "y = MatMul(x, W) d = Sub(y, label) q = Mul(d, d) loss = ReduceMean<keepdims=0>(q)",
-        {},
-    ),
+        REAL, "y = MatMul(x, W) d = Sub(y, label) q = Mul(d, d) loss = ReduceMean<keepdims=0>(q)",
+        {}),
     "power, sum": (
-        REAL,
-        "y = MatMul(x, W) d = Sub(label, y) q = Pow(d, two) loss = ReduceSum<keepdims=0>(q)",
-        {"two": np.array(2.0)},
-    ),
+        REAL, "y = MatMul(x, W) d = Sub(label, y) q = Pow(d, two) loss = ReduceSum<keepdims=0>(q)",
+        {"two": np.array(2.0)}),
     "expanded square": (
         REAL,
         "y = MatMul(x, W) a = Add(y, label) h = Shape(a) e = Expand(y, h) f = Expand(label, h) "

@@ -187,16 +187,12 @@ CLASSES = {
     "pixels in one axis": ("r = Relu (conv)  output = Reshape (r, pixels_last)", 1),
     "softmax": ("output = Softmax <axis = 1> (conv)", 1),
     "log-softmax of pixels": (
-        "r = Reshape (conv, pixels_last)  output = LogSoftmax <axis = 1> (r)",
-        1,
-    ),
+        "r = Reshape (conv, pixels_last)  output = LogSoftmax <axis = 1> (r)", 1),
     "channels last": ("output = Transpose <perm = [0, 2, 3, 1]> (conv)", 3),
     "channels and pixels last": (
-        "t = Transpose <perm = [0, 2, 3, 1]> (conv)  output = Reshape (t, pixels_second)",
-        2,
-    ),
+        "t = Transpose <perm = [0, 2, 3, 1]> (conv)  output = Reshape (t, pixels_second)", 2),
     "channels third": ("output = Transpose <perm = [0, 2, 1, 3]> (conv)", 2),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("ending", "axis"), CLASSES.values(), ids=CLASSES)
@@ -276,16 +272,12 @@ HEADS = {"logits": "categorical", "mean": "normal"}
 REFUSED = {
     "an unknown output": ({"loss": {"logit": "categorical"}}, "no output matches 'logit'"),
     "two losses": (
-        {"loss": {"mean": "normal", "*": "normal"}},
-        "two losses are put on the output 'mean'",
-    ),
+        {"loss": {"mean": "normal", "*": "normal"}}, "two losses are put on the output 'mean'"),
     "outputs twice": ({"loss": HEADS, "output": ["mean", "logits"]}, "names the outputs already"),
     "a loss object": (
-        {"loss": {"mean": ke.NormalMeanNegativeLogProbLoss("mean")}},
-        "names its output itself",
-    ),
+        {"loss": {"mean": ke.NormalMeanNegativeLogProbLoss("mean")}}, "names its output itself"),
     "nothing": ({"loss": {}}, "loss must be a name"),
-}
+}  # fmt: skip
 
 
 def test_losses_are_put_on_outputs_by_name_and_pattern():

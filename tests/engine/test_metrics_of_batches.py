@@ -51,16 +51,13 @@ CASES = {
     "missing in one batch": (["box"], {"box": MISSING}, {"box": FIRST > 0}, {"box": FIRST}),
     "weights of one loss": (["cls", "box"], {}, {"box": LAST}, {"cls": EVERY, "box": LAST}),
     "weights of both": (
-        ["cls", "box"], {}, {"cls": FIRST, "box": LAST}, {"cls": FIRST, "box": LAST},
-    ),
+        ["cls", "box"], {}, {"cls": FIRST, "box": LAST}, {"cls": FIRST, "box": LAST}),
     "missing and ignored": (
         ["cls", "box"], ignored(LAST * 2) | {"box": MISSING}, {"box": FIRST > 0},
-        {"cls": LAST * 2, "box": FIRST},
-    ),
+        {"cls": LAST * 2, "box": FIRST}),
     "missing and weights": (
         ["cls", "box"], {"box": MISSING}, {"cls": 1 + LAST, "box": FIRST},
-        {"cls": 1 + LAST, "box": FIRST},
-    ),
+        {"cls": 1 + LAST, "box": FIRST}),
 }  # fmt: skip
 KINDS = {"cls": "categorical", "box": "normal"}
 FACTORS = {"cls": 0.5, "box": 3.0}
@@ -181,8 +178,7 @@ FILES = {
     "mean": ("q = Pow(e, three)  loss = ReduceMean<keepdims=0>(q)", CUBES.mean(1), "mean"),
     "sum": ("q = Pow(e, three)  loss = ReduceSum<keepdims=0>(q)", CUBES.sum(1), "sum"),
     "root of a mean": (
-        "q = Pow(e, three)  m = ReduceMean<keepdims=0>(q)  loss = Sqrt(m)", None, "mean",
-    ),
+        "q = Pow(e, three)  m = ReduceMean<keepdims=0>(q)  loss = Sqrt(m)", None, "mean"),
     "mean beside a penalty": (
         "q = Pow(e, three)  m = ReduceMean<keepdims=0>(q)  p = ReduceL1<keepdims=0>(b)  "
         "loss = Add(m, p)",

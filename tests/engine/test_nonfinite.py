@@ -12,19 +12,13 @@ import kfac_engine as ke
 DERIVATIVES = {
     "root": ("y = Sqrt (h)", "Sqrt"),
     "root behind a choice": (
-        "s = Sqrt (h)  some = Greater (h, zero)  y = Where (some, s, zero)",
-        "Sqrt",
-    ),
-    "root of a product": (
-        "d = Mul (h, x)  s = Sqrt (d)  t = Mul (s, h)  y = Add (t, h)",
-        "Sqrt",
-    ),
+        "s = Sqrt (h)  some = Greater (h, zero)  y = Where (some, s, zero)", "Sqrt"),
+    "root of a product": ("d = Mul (h, x)  s = Sqrt (d)  t = Mul (s, h)  y = Add (t, h)", "Sqrt"),
     "power": ("y = Pow (h, third)", "Pow"),
     "angle": (
         "q = Div (one, h)  a = Atan (q)  some = Greater (h, zero)  y = Where (some, a, zero)",
-        "Div",
-    ),
-}
+        "Div"),
+}  # fmt: skip
 RESULTS = {
     "logarithm": ("k = Log (h)  y = Mul (h, k)", "Mul"),
     "entropy": ("k = Log (h)  p = Mul (h, k)  r = Relu (h)  y = Add (p, r)", "Mul"),

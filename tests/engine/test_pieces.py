@@ -38,12 +38,10 @@ LOSSES = {
     "means": (["normal"], ["box"], lambda rows: boxes(FIRST * 2.0, rows)),
     "both": (
         ["categorical", "normal"], OUTPUTS,
-        lambda rows: {"cls": ids(LAST, rows), "box": boxes(FIRST * 2.0, rows)},
-    ),
+        lambda rows: {"cls": ids(LAST, rows), "box": boxes(FIRST * 2.0, rows)}),
     "one of both": (
         ["categorical", "normal"], OUTPUTS,
-        lambda rows: {"cls": ids(FIRST, rows), "box": boxes(NONE, rows)},
-    ),
+        lambda rows: {"cls": ids(FIRST, rows), "box": boxes(NONE, rows)}),
 }  # fmt: skip
 every_loss = pytest.mark.parametrize("loss", LOSSES)
 

@@ -124,11 +124,9 @@ def single(u):
 CASES = {
     "Burgers": (network(), POINTS, {"inside": burgers, "edge": lambda u: u.value - u.x[:, 1:]}),
     "coefficients": (
-        network("Softplus"), POINTS, {"inside": coefficients, "flux": lambda u: u.d("x")}
-    ),
+        network("Softplus"), POINTS, {"inside": coefficients, "flux": lambda u: u.d("x")}),
     "system": (
-        network("Sin", (2, 6, 3)), None, {"inside": stokes, "wall": lambda u: u.value[:, :2]}
-    ),
+        network("Sin", (2, 6, 3)), None, {"inside": stokes, "wall": lambda u: u.value[:, :2]}),
     "one axis": (network(), "x", {"inside": single}),
     "convolutions": (convolutions(), None, {"inside": lambda u: u.laplacian() + u.d(3, 1)}),
     "inputs": (

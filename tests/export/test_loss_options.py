@@ -83,36 +83,27 @@ LOSSES = {
     "classes": (ke.Categorical(), of_classes, "ids"),
     "classes, ignored": (ke.Categorical(ignore_index=1), of_classes, "ids"),
     "classes, weights, smoothing": (
-        ke.Categorical(class_weights=W, label_smoothing=0.2),
-        lambda z, t: of_classes(z, t, W, 0.2), "ids",
-    ),
+        ke.Categorical(class_weights=W, label_smoothing=0.2), lambda z, t: of_classes(z, t, W, 0.2),
+        "ids"),
     "probabilities": (ke.Categorical(), of_classes, "rows"),
     "probabilities, smoothing": (
-        ke.Categorical(label_smoothing=0.2), lambda z, t: of_classes(z, t, 1.0, 0.2), "rows",
-    ),
+        ke.Categorical(label_smoothing=0.2), lambda z, t: of_classes(z, t, 1.0, 0.2), "rows"),
     "probabilities, weights": (
-        ke.Categorical(class_weights=W), lambda z, t: of_classes(z, t, W), "rows",
-    ),
+        ke.Categorical(class_weights=W), lambda z, t: of_classes(z, t, W), "rows"),
     "probabilities, weights, smoothing": (
-        ke.Categorical(class_weights=W, label_smoothing=0.2),
-        lambda z, t: of_classes(z, t, W, 0.2), "rows",
-    ),
+        ke.Categorical(class_weights=W, label_smoothing=0.2), lambda z, t: of_classes(z, t, W, 0.2),
+        "rows"),
     "binary": (ke.MultiBernoulli(), of_bits, "shares"),
     "binary, ignored": (ke.MultiBernoulli(ignore_index=1), of_bits, "bits"),
     "binary, positive weights, smoothing": (
         ke.MultiBernoulli(positive_weights=W, label_smoothing=0.2),
-        lambda z, t: of_bits(z, t, W, 0.2), "shares",
-    ),
+        lambda z, t: of_bits(z, t, W, 0.2), "shares"),
     "normal": (
-        ke.Normal(var=0.3),
-        lambda z, t: (z - t) ** 2 / 0.6 + 0.5 * np.log(0.6 * np.pi), "shares",
-    ),
+        ke.Normal(var=0.3), lambda z, t: (z - t) ** 2 / 0.6 + 0.5 * np.log(0.6 * np.pi), "shares"),
     "L1": (ke.L1(scale=0.7), lambda z, t: abs(z - t) / 0.7 + np.log(1.4), "shares"),
     "Huber": (ke.Huber(delta=0.7), huber, "shares"),
     "Huber, ignored": (ke.Huber(delta=0.7, ignore_index=1), huber, "bits"),
-    "Poisson": (
-        ke.Poisson(), lambda z, t: np.exp(z) - t * z + special.gammaln(t + 1), "counts",
-    ),
+    "Poisson": (ke.Poisson(), lambda z, t: np.exp(z) - t * z + special.gammaln(t + 1), "counts"),
     "Poisson, ignored": (
         ke.Poisson(ignore_index=1), lambda z, t: np.exp(z) - t * z + special.gammaln(t + 1), "bits",
     ),

@@ -137,31 +137,21 @@ BROKEN: dict[str, tuple[Callable[[onnx.ModelProto], object], tuple[str, ...]]] =
     "missing_operand": (lambda m: m.graph.node[0].input.__delitem__(slice(None)), ("Gemm",)),
     "wrong_attribute": (
         lambda m: m.graph.node[0].attribute.append(helper.make_attribute("beta", "much")),
-        ("beta",),
-    ),
+        ("beta",)),
     "unknown_attribute": (
         lambda m: m.graph.node[0].attribute.append(helper.make_attribute("colour", 1)),
-        ("colour",),
-    ),
+        ("colour",)),
     "dangling": (lambda m: m.graph.node[2].input.__setitem__(0, "ghost"), ("'ghost'", "node_fc1")),
     "cycle": (
-        lambda m: m.graph.node[0].input.__setitem__(0, "fc1"),
-        ("cycle", "node_fc0", "2 other"),
-    ),
+        lambda m: m.graph.node[0].input.__setitem__(0, "fc1"), ("cycle", "node_fc0", "2 other")),
     "no_producer": (lambda m: setattr(m.graph.output[0], "name", "ghost"), ("output 'ghost'",)),
     "twice_made": (lambda m: m.graph.node.append(m.graph.node[0]), ("two values", "'fc0'")),
     "twice_stored": (
         lambda m: m.graph.initializer.append(m.graph.initializer[0]),
-        ("two initializers", "'fc0.weight'"),
-    ),
-    "twice_fed": (
-        lambda m: m.graph.input.append(m.graph.input[0]),
-        ("two inputs", "'input'"),
-    ),
+        ("two initializers", "'fc0.weight'")),
+    "twice_fed": (lambda m: m.graph.input.append(m.graph.input[0]), ("two inputs", "'input'")),
     "made_and_stored": (
-        lambda m: m.graph.node[4].output.__setitem__(0, "fc0.bias"),
-        ("two values", "'fc0.bias'"),
-    ),
+        lambda m: m.graph.node[4].output.__setitem__(0, "fc0.bias"), ("two values", "'fc0.bias'")),
     "made_and_stored_by_torch": (
         lambda m: (
             setattr(m, "producer_name", "pytorch"),
@@ -176,22 +166,13 @@ BROKEN: dict[str, tuple[Callable[[onnx.ModelProto], object], tuple[str, ...]]] =
     "no_data": (first_weight(raw_data=b""), ("'fc0.weight'", "shape")),
     "text_weight": (first_weight(data_type=TensorProto.STRING), ("'fc0.weight'",)),
     "not_utf8": (
-        lambda m: m.ParseFromString(BYTES.replace(b"fc1.bias", b"fc1.b\xffas")),
-        ("UTF-8",),
-    ),
+        lambda m: m.ParseFromString(BYTES.replace(b"fc1.bias", b"fc1.b\xffas")), ("UTF-8",)),
     "symbol_not_utf8": (
-        lambda m: m.ParseFromString(BYTES.replace(b"batch", b"b\xfftch")),
-        ("UTF-8",),
-    ),
-    "value_not_utf8": (
-        lambda m: m.ParseFromString(BYTES.replace(b"fc1", b"f\xff1")),
-        ("UTF-8",),
-    ),
+        lambda m: m.ParseFromString(BYTES.replace(b"batch", b"b\xfftch")), ("UTF-8",)),
+    "value_not_utf8": (lambda m: m.ParseFromString(BYTES.replace(b"fc1", b"f\xff1")), ("UTF-8",)),
     "name_not_utf8": (
-        lambda m: m.ParseFromString(NAMED.replace(b"a name", b"a\xffname")),
-        ("UTF-8",),
-    ),
-}
+        lambda m: m.ParseFromString(NAMED.replace(b"a name", b"a\xffname")), ("UTF-8",)),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("change", "words"), BROKEN.values(), ids=BROKEN)

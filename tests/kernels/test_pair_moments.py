@@ -234,60 +234,39 @@ MISTAKES = {
     "no wait for copies": ("pair_products", "wait_for_copies<STAGES - 2>();", ""),
     "no barrier": ("pair_products", "__syncthreads();  // the copies", "// the copies"),
     "a stage is overwritten too early": (
-        "pair_products",
-        "now == 0 ? (STAGES - 1) * STAGE * 2 : now - STAGE * 2",
-        "now",
-    ),
+        "pair_products", "now == 0 ? (STAGES - 1) * STAGE * 2 : now - STAGE * 2", "now"),
     "rows of matrices in other banks": ("pair_products", "from_a + now ^ i * 32", "from_a + now"),
     "no product of low parts": ("pair_products", "mma_half(sum, high_a, low_b, sum);", ""),
     "no carry to the next image": ("pair_products", "image += all.images + carry;", ""),
     "positions of the next job": ("pair_products", "counts = p < all.end", "counts = true"),
     "a pixel beside the image": (
-        "pair_products",
-        "< (unsigned)all.shape[2]",
-        "<= (unsigned)all.shape[2]",
-    ),
+        "pair_products", "< (unsigned)all.shape[2]", "<= (unsigned)all.shape[2]"),
     "scales of the rows only": ("pair_products", "rows[r] + columns[c]", "2 * rows[r]"),
     "low parts of other numbers": ("pair_stage", "low - half_to_float", "high - half_to_float"),
     "no barrier before the reads": ("pair_stage", "__syncthreads();\n  // Adjacent", "// Adjacent"),
     "a peak of every other pixel": ("pair_stage", "8 % pixels;", "16 % pixels;"),
     "a peak of one of four pixels": ("pair_stage", "j < 4; ++j) most", "j < 1; ++j) most"),
     "no barrier before the peaks of warps": (
-        "pair_stage",
-        "__syncthreads();\n    for (int i = 0; i < 8",
-        "for (int i = 0; i < 8",
-    ),
+        "pair_stage", "__syncthreads();\n    for (int i = 0; i < 8", "for (int i = 0; i < 8"),
     "no barrier before the turned tile": (
         "pair_stage",
         "__syncthreads();\n  #pragma unroll\n  for (int i = 0; i < 2",
         "#pragma unroll\n  for (int i = 0; i < 2",
     ),
     "no barrier between stages of rows": (
-        "pair_rows",
-        "__syncthreads();\n  }\n  const int number",
-        "}\n  const int number",
-    ),
+        "pair_rows", "__syncthreads();\n  }\n  const int number", "}\n  const int number"),
     "a stage of rows that is still read": ("pair_rows", "now ^= STAGE;", ""),
     "no barrier before the scales": (
-        "pair_rows",
-        "__syncthreads();\n\n  FourScalars",
-        "FourScalars",
-    ),
+        "pair_rows", "__syncthreads();\n\n  FourScalars", "FourScalars"),
     "columns of other tiles": ("pair_rows", "(same ? 0 : SIDE * SLOT)", "0"),
     "positions after the last": (
-        "pair_rows",
-        "if (p < end && channel < channels)",
-        "if (channel < channels)",
-    ),
+        "pair_rows", "if (p < end && channel < channels)", "if (channel < channels)"),
     "rows of the first image": ("pair_rows", "image += over ? image_stride : 0;", ""),
     "scales of one feature": (
-        "pair_rows",
-        "all.scales[i * STEP + feature]",
-        "all.scales[i * STEP]",
-    ),
+        "pair_rows", "all.scales[i * STEP + feature]", "all.scales[i * STEP]"),
     "peaks of the first images": ("pair_rows", "piece < layer->pieces", "piece < 1"),
     "largest magnitude of the first images": ("pair_stage", "piece < layer.pieces", "piece < 1"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("mistake", nightly_but([*MISTAKES][::4], MISTAKES))

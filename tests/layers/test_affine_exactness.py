@@ -40,26 +40,21 @@ CASES = {
     "normalization": (BOTH, "scale(3) b(3)", f"s = {NORMAL}(input, scale, b)  output = Tanh(s)"),
     "normalization over two axes": (
         "scale", "scale(4,3)",
-        "s = LayerNormalization<epsilon=0.1, axis=-2>(input, scale)  output = Tanh(s)",
-    ),
+        "s = LayerNormalization<epsilon=0.1, axis=-2>(input, scale)  output = Tanh(s)"),
     "normalization whose shift is used elsewhere": (
         "scale", "scale(3) b(3)", f"y = {NORMAL}(input, scale, b)  s = Mul(y, b)  output = Tanh(s)"
     ),
     "instance normalization": (
         BOTH, "scale(4) b(4)",
-        "s = InstanceNormalization<epsilon=0.1>(input, scale, b)  output = Tanh(s)",
-    ),
+        "s = InstanceNormalization<epsilon=0.1>(input, scale, b)  output = Tanh(s)"),
     "batch normalization": (
         BOTH, "scale(4) b(4) mean=0.1,-0.2,0.3,-0.4 var=0.5,1.,1.5,2.",
-        "s = BatchNormalization<epsilon=0.1>(input, scale, b, mean, var)  output = Tanh(s)",
-    ),
+        "s = BatchNormalization<epsilon=0.1>(input, scale, b, mean, var)  output = Tanh(s)"),
     "group normalization": (
         BOTH, "scale(2) b(2)",
-        "s = GroupNormalization<num_groups=2, epsilon=0.1>(input, scale, b)  output = Tanh(s)",
-    ),
+        "s = GroupNormalization<num_groups=2, epsilon=0.1>(input, scale, b)  output = Tanh(s)"),
     "product and sum": (
-        BOTH, "scale(3) b(4,1)", "x = Mul(scale, input)  s = Add(x, b)  output = Tanh(s)"
-    ),
+        BOTH, "scale(3) b(4,1)", "x = Mul(scale, input)  s = Add(x, b)  output = Tanh(s)"),
     "product": ("scale", "scale(4,1)", "s = Mul(input, scale)  output = Tanh(s)"),
     "single number": ("scale", "scale(1,1)", "s = Mul(input, scale)  output = Tanh(s)"),
     "views": (
@@ -69,35 +64,27 @@ CASES = {
     ),
     "sum whose shift is used elsewhere": (
         "scale", "scale(3) b(3)",
-        "y = Mul(input, scale)  x = Add(y, b)  s = Mul(x, b)  output = Tanh(s)",
-    ),
+        "y = Mul(input, scale)  x = Add(y, b)  s = Mul(x, b)  output = Tanh(s)"),
     "slope a channel": ("slope", "slope(4,1)", "s = PRelu(input, slope)  output = Tanh(s)"),
     "slope of all": ("slope", "slope(1)", "s = PRelu(input, slope)  output = Tanh(s)"),
     "slopes used twice": (
-        "slope", "slope(4,1)", "y = PRelu(input, slope)  " + TWICE.format("PRelu(x, slope)")
-    ),
+        "slope", "slope(4,1)", "y = PRelu(input, slope)  " + TWICE.format("PRelu(x, slope)")),
     "behind a frozen product": (
-        "b", "frozen(3,3) b(3)", "x = MatMul(input, frozen)  s = Add(x, b)  output = Tanh(s)"
-    ),
+        "b", "frozen(3,3) b(3)", "x = MatMul(input, frozen)  s = Add(x, b)  output = Tanh(s)"),
     "of a frozen Gemm": (
         "b", "frozen(12,2) b(1,2)", "x = Flatten(input)  s = Gemm(x, frozen, b)  output = Tanh(s)",
-        "batch,4,3 -> batch,2",
-    ),
+        "batch,4,3 -> batch,2"),
     "of a frozen convolution": (
         "b", "frozen(2,4,1) b(2)", "s = Conv(input, frozen, b)  output = Tanh(s)",
-        "batch,4,3 -> batch,2,3",
-    ),
+        "batch,4,3 -> batch,2,3"),
     "of a frozen normalization": (
-        "b", "frozen=1.,1.,1. b(3)", f"s = {NORMAL}(input, frozen, b)  output = Tanh(s)"
-    ),
+        "b", "frozen=1.,1.,1. b(3)", f"s = {NORMAL}(input, frozen, b)  output = Tanh(s)"),
     "of a transposed convolution": (
         "b", "w(4,2,2) b(2)", "s = ConvTranspose<strides=[2]>(input, w, b)  output = Tanh(s)",
-        UPSAMPLED,
-    ),
+        UPSAMPLED),
     "added to a transposed convolution": (
         "b", "w(4,2,2) b(1,2,1)",
-        "s = ConvTranspose<strides=[2]>(input, w)  y = Add(s, b)  output = Tanh(y)", UPSAMPLED,
-    ),
+        "s = ConvTranspose<strides=[2]>(input, w)  y = Add(s, b)  output = Tanh(y)", UPSAMPLED),
     "table of positions": ("b", "b(1,4,3)", "y = Add(b, input)  output = Tanh(y)"),
     "subtracted from": ("b", "b(3)", "y = Sub(b, input)  output = Tanh(y)"),
     "subtracted": ("b", "b(4,1)", "y = Sub(input, b)  output = Tanh(y)"),
@@ -105,12 +92,10 @@ CASES = {
     "repeated class token": ("b", "b(1,1,3) ones=1,1 one=1", TOKEN.format("Tile")),
     "shift used twice": ("b", "b(3)", "y = Add(input, b)  " + TWICE.format("Add(b, x)")),
     "scale used twice": (
-        "scale", "scale(3)", "x = Mul(input, scale)  y = Mul(x, scale)  output = Tanh(y)"
-    ),
+        "scale", "scale(3)", "x = Mul(input, scale)  y = Mul(x, scale)  output = Tanh(y)"),
     "scale that stretches": (
         "scale", "scale(3) axis=2",
-        "mean = ReduceMean(input, axis)  y = Mul(mean, scale)  output = Tanh(y)",
-    ),
+        "mean = ReduceMean(input, axis)  y = Mul(mean, scale)  output = Tanh(y)"),
     "normalization used twice": (
         BOTH, "scale(3) b(3)",
         f"""y = {NORMAL}(input, scale, b)  x = Sin(y)  v = Add(x, input)
@@ -128,21 +113,17 @@ CASES = {
            product = Mul(scaled, input)  y = Add(product, b)  output = Tanh(y)""",
     ),
     "of a normalization and a sum": (
-        "b", "scale(3) b(3)", f"y = {NORMAL}(input, scale, b)  " + TWICE.format("Add(x, b)")
-    ),
+        "b", "scale(3) b(3)", f"y = {NORMAL}(input, scale, b)  " + TWICE.format("Add(x, b)")),
     "scale of Keras": ("scale", *OF_KERAS),
     "shift of Keras": ("b", *OF_KERAS),
     "time-major normalization": (
-        BOTH, "scale(3) b(3)", f"{IN_STEPS}y = {NORMAL}(x, scale, b){OF_STEPS}"
-    ),
+        BOTH, "scale(3) b(3)", f"{IN_STEPS}y = {NORMAL}(x, scale, b){OF_STEPS}"),
     "time-major table": (
-        "b", "b(3)", f"{IN_STEPS}s = Add(x, b)  v = Sin(s)  y = Add(b, v){OF_STEPS}"
-    ),
+        "b", "b(3)", f"{IN_STEPS}s = Add(x, b)  v = Sin(s)  y = Add(b, v){OF_STEPS}"),
     # One number a step and a feature, the batch between them.
     "time-major slopes of steps": (
-        "slope", "slope(4,1,3)", f"{IN_STEPS}y = PRelu(x, slope){OF_STEPS}"
-    ),
-}
+        "slope", "slope(4,1,3)", f"{IN_STEPS}y = PRelu(x, slope){OF_STEPS}"),
+}  # fmt: skip
 # fmt: on
 
 

@@ -44,14 +44,10 @@ CASES = {
     "PRelu of folded rows": (*FOLDED, ROWS.format("PRelu"), {"b": f"slope of PRelu, {NONE}"}),
     "Mul of folded rows": (*FOLDED, ROWS.format("Mul"), {"b": NONE}),
     "Add for each example": (
-        "2,3", "b(2,3)", "output = Add(input, b)",
-        {"b": f"operand 1 of Add, {EACH}"},
-    ),
+        "2,3", "b(2,3)", "output = Add(input, b)", {"b": f"operand 1 of Add, {EACH}"}),
     "Mul for each example": ("2,3", "b(2,3)", "output = Mul(input, b)", {"b": EACH}),
     "PRelu for each example": (
-        "2,3", "b(2,3)", "output = PRelu(input, b)",
-        {"b": f"slope of PRelu, {EACH}"},
-    ),
+        "2,3", "b(2,3)", "output = PRelu(input, b)", {"b": f"slope of PRelu, {EACH}"}),
     "repeated for each example": (
         "batch,4,3", "b(1,2,3) two=2,1",
         "n = Shape<end=1>(input)  times = Concat<axis=0>(n, two)  rows = Tile(b, times)  "
@@ -65,49 +61,38 @@ CASES = {
     ),
     "on a parameter": (
         "batch,3", "b0(3) b1(3)", "y = Add(b0, b1)  output = Mul(input, y)",
-        {f"b{i}": f"operand {i} of Add, {NONE}" for i in range(2)},
-    ),
+        {f"b{i}": f"operand {i} of Add, {NONE}" for i in range(2)}),
     "with both signs": (
-        "batch,3", "b(3)", "y = Add(input, b)  x = Sin(y)  output = Sub(x, b)", {"b": "shift"}
-    ),
+        "batch,3", "b(3)", "y = Add(input, b)  x = Sin(y)  output = Sub(x, b)", {"b": "shift"}),
     "multiplied": (
         "batch,3", "w(3,3) b(3)", "output = Gemm<beta=2.0>(input, w, b)",
-        {"b": "operand 2 of Gemm, which is multiplied by beta"}, TRAIN_B,
-    ),
+        {"b": "operand 2 of Gemm, which is multiplied by beta"}, TRAIN_B),
     "a slope as well": (
         "batch,3", "b(3)", "y = Add(input, b)  output = PRelu(y, b)",
-        {"b": TWICE.format("Add, PRelu")}
-    ),
+        {"b": TWICE.format("Add, PRelu")}),
     "along two axes": (
         "batch,3,3", "b(3,1) sides=1,3",
         "y = Add(input, b)  x = Sin(y)  turned = Reshape(b, sides)  output = Add(x, turned)",
-        {"b": TWICE.format("Add, in several layouts")},
-    ),
+        {"b": TWICE.format("Add, in several layouts")}),
     "of a trained layer": (
         "batch,3", "w(3,3) b(3)", "x = MatMul(input, w)  output = Add(x, b)",
-        {"w b": "fully_connected"}
-    ),
+        {"w b": "fully_connected"}),
     "of a layer that is not trained": (
-        "batch,3", "w(3,3) b(3)", "x = MatMul(input, w)  output = Add(x, b)",
-        {"b": "shift"}, TRAIN_B
-    ),
+        "batch,3", "w(3,3) b(3)", "x = MatMul(input, w)  output = Add(x, b)", {"b": "shift"},
+        TRAIN_B),
     # Scales, with and without the shift behind them.
     "shift with more axes than the scale": (
         "batch,1,3", "scale(3) b(4,3) axis=1",
-        "scaled = Mul(input, scale)  y = Add(scaled, b)  output = ReduceSum(y, axis)", APART,
-    ),
+        "scaled = Mul(input, scale)  y = Add(scaled, b)  output = ReduceSum(y, axis)", APART),
     "shift on another axis than the scale": (
         "batch,3,3", "scale(3) b(3) axis=1",
-        "wide = Unsqueeze(scale, axis)  scaled = Mul(input, wide)  output = Add(scaled, b)", APART,
-    ),
+        "wide = Unsqueeze(scale, axis)  scaled = Mul(input, wide)  output = Add(scaled, b)", APART),
     "scale of deviations": (
         "batch,3", NORM, FLAX.format("input") + "  y = Add(product, b)  output = Tanh(y)",
-        {"scale b": "scale_and_shift"},
-    ),
+        {"scale b": "scale_and_shift"}),
     "scale of deviations, read twice": (
         "batch,3", NORM, FLAX.format("input") + "  y = Add(product, b)  output = Mul(y, scaled)",
-        APART
-    ),
+        APART),
     "two scales of deviations": (
         "batch,3", f"{NORM} other(1,3)",
         "r = ReduceMax(input, axis)  scaled = Mul(r, scale)  too = Mul(r, other)  "
@@ -116,12 +101,10 @@ CASES = {
     ),
     "scale of a number a row": (
         "batch,3", NORM,
-        "z = ReduceMin(input, axis)  " + FLAX.format("z") + "  output = Add(product, b)", APART,
-    ),
+        "z = ReduceMin(input, axis)  " + FLAX.format("z") + "  output = Add(product, b)", APART),
     "shift for each example behind a scale": (
         "2,3", "scale(3) b(2,3)", "scaled = Mul(input, scale)  output = Add(scaled, b)",
-        {"scale": "scale_and_shift", "b": f"operand 1 of Add, {EACH}"},
-    ),
+        {"scale": "scale_and_shift", "b": f"operand 1 of Add, {EACH}"}),
     "scale of a weight": (
         "batch,3", "w(3,3) scale(3)", "v = Mul(w, scale)  output = MatMul(input, v)",
         {
@@ -139,8 +122,7 @@ CASES = {
     "scale that adds axes": (
         "batch,3", "scale(4,1,3) axis=0",
         "scaled = Mul(scale, input)  output = ReduceSum<keepdims=0>(scaled, axis)",
-        {"scale": "shape (4, 1, 3) with data of shape (2, 3)"},
-    ),
+        {"scale": "shape (4, 1, 3) with data of shape (2, 3)"}),
     # Biases behind views of what a convolution computes.
     **{
         f"bias behind a slice {bounds}": (
@@ -153,8 +135,7 @@ CASES = {
     ),
     "bias behind some channels": (
         "batch,1,1,5 -> batch,1,5", CONV.format(0, 1, 1, 1).replace("b(1,2", "b(1,1"), CUT,
-        {"w": "conv2d", "b": "shift"}, BOTH,
-    ),
+        {"w": "conv2d", "b": "shift"}, BOTH),
     "bias behind a slice of unknown length": (
         "batch,1,time -> batch,2,time", "w(2,1,1) b(1,2,1) start=0 axis=2",
         "s = Conv(input, w)  end = Shape<start=2>(input)  c = Slice(s, start, end, axis)  "
@@ -162,17 +143,14 @@ CASES = {
         {"w": "conv1d", "b": "shift"},
     ),
     "bias behind a Transpose": (
-        "batch,1,4 -> batch,4,2", "w(2,1,1) b(2)", TURNED + "output = Tanh(y)",
-        {"w b": "conv1d"}, BOTH
-    ),
+        "batch,1,4 -> batch,4,2", "w(2,1,1) b(2)", TURNED + "output = Tanh(y)", {"w b": "conv1d"},
+        BOTH),
     "frozen bias behind a Transpose": (
         "batch,1,4 -> batch,4,2", "w(2,1,1) b(2)", TURNED + "output = Tanh(y)", {"w": "conv1d"},
-        {"trainable": ["w"]},
-    ),
+        {"trainable": ["w"]}),
     "bias behind a Transpose, read twice": (
         "batch,1,4 -> batch,4,2", "w(2,1,1) b(2)", TURNED + "x = Sin(y)  output = Mul(x, b)",
-        {"w": "conv1d", "b": TWICE.format("Add, Mul")},
-    ),
+        {"w": "conv1d", "b": TWICE.format("Add, Mul")}),
     "scale and shift in one array, used twice": (
         "batch,3", "scale(3) b(3) zero=0 three=3 six=6",
         "joined = Concat<axis=0>(scale, b)  s = Slice(joined, zero, three)  "
@@ -184,11 +162,9 @@ CASES = {
     "positions that multiply": (TOKENS, TABLE, COUNT + "output = Mul(input, rows)", UNKNOWN),
     "numbers of a range that multiply": (
         "batch,4,3", "table(6,3) first:0 one:1",
-        RANGE + "rows = Gather(table, ids)  output = Mul(input, rows)", UNKNOWN,
-    ),
+        RANGE + "rows = Gather(table, ids)  output = Mul(input, rows)", UNKNOWN),
     "positions, read twice": (
-        TOKENS, TABLE, COUNT + "x = Add(input, rows)  output = Mul(x, rows)", UNKNOWN
-    ),
+        TOKENS, TABLE, COUNT + "x = Add(input, rows)  output = Mul(x, rows)", UNKNOWN),
     "positions on another axis": (
         TOKENS, f"{TABLE} axis=1",
         COUNT + "wide = Unsqueeze(rows, axis)  x = Transpose<perm=[1, 0, 2]>(input)  "
@@ -201,22 +177,18 @@ CASES = {
     ),
     "a single position": ("batch,1,3", TABLE, COUNT + "output = Add(input, rows)", UNKNOWN),
     "positions narrower than the data": (
-        TOKENS, TABLE.replace("10,3", "10,1"), COUNT + "output = Add(input, rows)", UNKNOWN
-    ),
+        TOKENS, TABLE.replace("10,3", "10,1"), COUNT + "output = Add(input, rows)", UNKNOWN),
     "columns of a table": (
         "batch,4,3", "table(4,3) at=2,0,0", "x = Gather<axis=1>(table, at)  output = Mul(input, x)",
-        {"table": "table of Gather, shape (4, 3)"},
-    ),
+        {"table": "table of Gather, shape (4, 3)"}),
     # Weights.
     "bias that adds axes": (
         "batch,4 -> batch,3", "w(4,3) b(1,1,3) axis=0",
         "p = MatMul(input, w)  y = Add(p, b)  output = Squeeze(y, axis)",
-        {"w": "fully_connected", "b": "shift"},
-    ),
+        {"w": "fully_connected", "b": "shift"}),
     "bias of one number": (
         "batch,4 -> batch,3", "w(4,3) b(1)", "p = MatMul(input, w)  output = Add(p, b)",
-        {"w": "fully_connected", "b": "shift"}, BOTH,
-    ),
+        {"w": "fully_connected", "b": "shift"}, BOTH),
     "product of weights": (
         "batch,3", "a(3,2) b(2,3)", "p = MatMul(a, b)  output = MatMul(input, p)",
         {
@@ -227,26 +199,21 @@ CASES = {
     "weight in two roles": (
         "batch,3", "w(3,3)",
         "s = MatMul(input, w)  turned = Transpose<perm=[1, 0]>(w)  output = MatMul(s, turned)",
-        {"w": TWICE.format("MatMul, with different properties")},
-    ),
+        {"w": TWICE.format("MatMul, with different properties")}),
     "weight in two layouts": (
         "batch,3", "w(3,3)", "s = MatMul(input, w)  output = Gemm<transB=1>(s, w)",
-        {"w": TWICE.format("Gemm, MatMul, with different properties")},
-    ),
+        {"w": TWICE.format("Gemm, MatMul, with different properties")}),
     "weight of a Gemm with alpha 0": (
         "batch,4 -> batch,3", "w(4,3) b(3)", "output = Gemm<alpha=0.0>(input, w, b)",
-        {"w": "Gemm with alpha 0", "b": "shift"},
-    ),
+        {"w": "Gemm with alpha 0", "b": "shift"}),
     "operands of Max and Div": (
         "batch,4 -> batch,3", "least(4) divisor(4) w(4,3)",
         "x = Max(input, least)  moved = Div(x, divisor)  output = MatMul(moved, w)",
-        {"least": "operand 1 of Max", "divisor": "operand 1 of Div", "w": "fully_connected"},
-    ),
+        {"least": "operand 1 of Max", "divisor": "operand 1 of Div", "w": "fully_connected"}),
     # Joined weights.
     "entries that repeat": (
         "batch,4 -> batch,2", "w(4,1)", "both = Concat<axis=1>(w, w)  output = MatMul(input, both)",
-        {"w": TWICE.format("Concat")},
-    ),
+        {"w": TWICE.format("Concat")}),
     "columns that are constant": (
         "batch,4 -> batch,2", "w(4,1) counts=0,1,2,3 axis=1",
         "column = Unsqueeze(counts, axis)  other = CastLike(column, input)  "
@@ -255,17 +222,14 @@ CASES = {
     ),
     "two parameters of one weight": (
         "batch,4 -> batch,3", "u(4,1) w(4,2)",
-        "joined = Concat<axis=1>(u, w)  output = MatMul(input, joined)", JOINED,
-    ),
+        "joined = Concat<axis=1>(u, w)  output = MatMul(input, joined)", JOINED),
     "two parameters, split at their border": (
         "batch,4 -> batch,2", "u(4,2) w(4,1) sizes=2,1", SPLIT + "output = Mul(s, t)",
-        {"u": "fully_connected", "w": "fully_connected"},
-    ),
+        {"u": "fully_connected", "w": "fully_connected"}),
     # One piece holds entries of both.
     "two parameters, split elsewhere": (
         "batch,4 -> batch,2", "u(4,2) w(4,1) sizes=1,2", SPLIT + "output = Mul(s, t)",
-        {"u": "read in parts that overlap", "w": "operand 1 of Concat"},
-    ),
+        {"u": "read in parts that overlap", "w": "operand 1 of Concat"}),
     "two parameters, also read whole": (
         "batch,4 -> batch,2", "u(4,2) w(4,1) sizes=2,1 last(3,1)",
         SPLIT + "p = Mul(s, t)  x = MatMul(input, joined)  y = Gemm(x, last)  output = Mul(p, y)",

@@ -16,8 +16,7 @@ CASES = {
     "dense": (
         "batch,3", "w(3,3) b(3)",
         "s0 = Gemm<transB=1>(input, w, b)  a1 = Tanh(s0)  output = Gemm<transB=1>(a1, w, b)",
-        ("w", "b"), DENSE, ("s0", "output"),
-    ),
+        ("w", "b"), DENSE, ("s0", "output")),
     # A bias of its own in each use.
     "bias outside": (
         "batch,3", "w(3,3) b0(3) b1(3)",
@@ -34,9 +33,8 @@ CASES = {
     ),
     "conv": (
         "batch,2,4,5", "w(2,2,3,3) b(2)",
-        f"s0 = {CONV}(input, w, b)  a1 = Tanh(s0)  output = {CONV}(a1, w, b)",
-        ("w", "b"), "conv2d_multi", ("s0", "output"),
-    ),
+        f"s0 = {CONV}(input, w, b)  a1 = Tanh(s0)  output = {CONV}(a1, w, b)", ("w", "b"),
+        "conv2d_multi", ("s0", "output")),
 }  # fmt: skip
 
 
@@ -64,23 +62,17 @@ def test_uses_without_influence_on_loss_are_ignored():
 # A use, sides of the data, of the weight and the bias, kinds of one use and of two.
 KINDS = {
     "line": (
-        "Conv<pads=[1, 1]>({x}, {w}, {b})", "2,6", ("2,2,3", "2"), "conv1d", "convolution_multi"
-    ),
+        "Conv<pads=[1, 1]>({x}, {w}, {b})", "2,6", ("2,2,3", "2"), "conv1d", "convolution_multi"),
     "volume": (
         "Conv<pads=[1, 1, 1, 1, 1, 1]>({x}, {w}, {b})", "2,2,3,2", ("2,2,3,3,3", "2"),
-        "convolution", "convolution_multi",
-    ),
+        "convolution", "convolution_multi"),
     "groups": (
         "Conv<pads=[1, 1, 1, 1], group=2>({x}, {w}, {b})", "4,3,3", ("4,2,3,3", "4"),
-        "grouped_convolution", "grouped_convolution_multi",
-    ),
+        "grouped_convolution", "grouped_convolution_multi"),
     "transposed": (
-        "ConvTranspose<pads=[1, 1, 1, 1]>({x}, {w})", "2,4,3", ("2,2,3,3",),
-        "conv_transpose", "conv_transpose_multi",
-    ),
-    "left": (
-        "MatMul({w}, {x})", "3,4", ("3,3",), "fully_connected", "fully_connected_multi"
-    ),
+        "ConvTranspose<pads=[1, 1, 1, 1]>({x}, {w})", "2,4,3", ("2,2,3,3",), "conv_transpose",
+        "conv_transpose_multi"),
+    "left": ("MatMul({w}, {x})", "3,4", ("3,3",), "fully_connected", "fully_connected_multi"),
 }  # fmt: skip
 
 

@@ -33,8 +33,7 @@ FORMS = {
     "patches": (PATCHES[True], [numbers(4, 3, 5, 6)], lambda x: of_images(x.reshape(4, 3, -1))),
     "patches, channels last": (
         PATCHES[False], [numbers(4, 5, 6, 3)],
-        lambda x: of_images(x.reshape(4, -1, 3).swapaxes(1, 2)),
-    ),
+        lambda x: of_images(x.reshape(4, -1, 3).swapaxes(1, 2))),
     "stack": (StackedDenseView(), [numbers(4, 2, 3)], lambda x: x.reshape(-1, 6)),
     "two uses": (RowView(), [numbers(7, 3), 2 * numbers(5, 3)], lambda x: x),
     "no rows": (RowView(), [numbers(0, 3)], lambda x: x),

@@ -89,16 +89,12 @@ def test_unpacked_bias_keeps_axes_of_size_one(shape):
         ("IO", True, np.ones((3, 4)), ke.InputError, r"needs 2 array\(s\), got 1"),
         ("IO", False, (np.ones((3, 4)), np.ones(4)), ke.InputError, r"needs 1 array\(s\), got 2"),
         (
-            "HWIO",
-            False,
-            np.ones((3, 4)),
-            ke.ShapeError,
-            r"shape \(3, 4\), but its format HWIO has 4 axes",
-        ),
+            "HWIO", False, np.ones((3, 4)), ke.ShapeError,
+            r"shape \(3, 4\), but its format HWIO has 4 axes"),
         ("IO", True, (np.ones((3, 4)), np.ones(3)), ke.ShapeError, r"bias of .* shape \(3,\)"),
     ],
     ids=["no bias", "a bias too many", "rank", "bias"],
-)
+)  # fmt: skip
 def test_pack_rejects_arrays_of_wrong_shape(weight_format, has_bias, vector, error, says):
     with pytest.raises(error, match=says):
         Packing(weight_format, has_bias).pack(vector, "w", np)

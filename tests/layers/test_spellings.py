@@ -34,56 +34,43 @@ CASES = {
     ),
     "alpha without bias": (
         "w(4,3)", "y = Gemm<alpha=0.5, beta=3.0>(input, w)", HALF + "y = MatMul(x, w)", FLAT,
-        lambda w: w,
-    ),
+        lambda w: w),
     "transA": (
         "w(3,4) b(1,3)", COLUMNS + "y = Gemm<transA=1, transB=1>(x, w, b)", PLAIN, FLAT,
-        lambda w: w.T,
-    ),
+        lambda w: w.T),
     "Gemm, weight first": (
-        "w(3,4) b(3,1)", f"{COLUMNS} s = Gemm(w, x, b)  {ROWS}", PLAIN, FLAT, lambda w: w.T
-    ),
+        "w(3,4) b(3,1)", f"{COLUMNS} s = Gemm(w, x, b)  {ROWS}", PLAIN, FLAT, lambda w: w.T),
     "Gemm, both turned": (
-        "w(4,3)", f"s = Gemm<transA=1, transB=1>(w, input)  {ROWS}", NO_BIAS, FLAT, lambda w: w
-    ),
+        "w(4,3)", f"s = Gemm<transA=1, transB=1>(w, input)  {ROWS}", NO_BIAS, FLAT, lambda w: w),
     "MatMul, weight first": (
         "w(3,4) b(3,1)", f"{COLUMNS} p = MatMul(w, x)  s = Add(p, b)  {ROWS}", PLAIN, FLAT,
-        lambda w: w.T,
-    ),
+        lambda w: w.T),
     "Gemm, then Add": (
-        "w(4,3) b(3)", "s = Gemm(input, w)  y = Add(s, b)", PLAIN, FLAT, lambda w: w
-    ),
+        "w(4,3) b(3)", "s = Gemm(input, w)  y = Add(s, b)", PLAIN, FLAT, lambda w: w),
     "weight of an axis more": (
         "w(1,4,3) b(3) axis=0", "p = MatMul(input, w)  s = Squeeze(p, axis)  y = Add(s, b)", PLAIN,
-        FLAT, lambda w: w[0],
-    ),
+        FLAT, lambda w: w[0]),
     "vector": (
         "w(4) axis=1", "s = MatMul(input, w)  y = Unsqueeze(s, axis)", NO_BIAS, FLAT,
-        lambda w: w[:, None],
-    ),
+        lambda w: w[:, None]),
     "vector first": (
         "w(4) axis=1", COLUMNS + "s = MatMul(w, x)  y = Unsqueeze(s, axis)", NO_BIAS, FLAT,
-        lambda w: w[:, None],
-    ),
+        lambda w: w[:, None]),
     "Einsum": ("w(3,4) b(3)", EINSUM.format("nd,kd->nk", "input, w"), PLAIN, FLAT, lambda w: w.T),
     "Einsum, weight first": (
-        "w(3,4) b(3)", EINSUM.format("kd,nd->nk", "w, input"), PLAIN, FLAT, lambda w: w.T
-    ),
+        "w(3,4) b(3)", EINSUM.format("kd,nd->nk", "w, input"), PLAIN, FLAT, lambda w: w.T),
     "scaled weight": ("w(3,4) b(3) c:0.5", SCALED, HALF + "y = Gemm(x, w, b)", FLAT, lambda w: w.T),
     "divided weight": (
         "w(4,3) b(3) c:2.0", "v = Div(w, c)  y = Gemm(input, v, b)", HALF + "y = Gemm(x, w, b)",
-        FLAT, lambda w: w,
-    ),
+        FLAT, lambda w: w),
     # A dense layer as a convolution of one pixel.
     "scaled filter": (
         "w(3,4,1) b(3) c=0.5 axis=2",
         "v = Mul(w, c)  x = Unsqueeze(input, axis)  s = Conv(x, v, b)  y = Squeeze(s, axis)",
-        HALF + "y = Gemm(x, w, b)", FLAT, lambda w: w[:, :, 0].T,
-    ),
+        HALF + "y = Gemm(x, w, b)", FLAT, lambda w: w[:, :, 0].T),
     "Einsum to heads": (
         "w(4,2,3) b(2,1,3)", EINSUM.format("ntd,dhk->nhtk", "input, w"),
-        "p = MatMul(input, w)  s = Add(p, b)  " + APART, HEADS, lambda w: w.reshape(D, H * K),
-    ),
+        "p = MatMul(input, w)  s = Add(p, b)  " + APART, HEADS, lambda w: w.reshape(D, H * K)),
     "Einsum from heads": (
         "w(2,3,4) b(4)", EINSUM.format("nhtk,hkd->ntd", "input, w"),
         integers("joined", 0, 0, H * K)
@@ -94,13 +81,11 @@ CASES = {
     "experts of the same input": (
         "w(2,4,3) b(2,3)", EINSUM.format("nd,edk->nek", "input, w"),
         integers("apart", 0, H, K) + "s = Gemm(input, w, b)  y = Reshape(s, apart)",
-        "batch,4 -> batch,e,k", lambda w: w.transpose(1, 0, 2).reshape(D, H * K),
-    ),
+        "batch,4 -> batch,e,k", lambda w: w.transpose(1, 0, 2).reshape(D, H * K)),
     # Three axes of data for one of the weight's: all experts see the same rows.
     "stretched input": (
         "w(2,4,3) axis=1", "x = Unsqueeze(input, axis)  y = MatMul(x, w)",
-        "s = MatMul(input, w)  " + APART, HEADS, lambda w: w.transpose(1, 0, 2).reshape(D, H * K),
-    ),
+        "s = MatMul(input, w)  " + APART, HEADS, lambda w: w.transpose(1, 0, 2).reshape(D, H * K)),
 }  # fmt: skip
 
 

@@ -70,28 +70,22 @@ CASES = (
     Case("categorical", CATEGORICAL("z", "t"), (3, 4), ids(3, classes=4)),
     Case("categorical of tokens", CATEGORICAL("z", "t"), (2, 3, 4), ids(2, 3, classes=4), 3),
     Case(
-        "categorical of pixels",
-        CATEGORICAL("z", "t", class_axis=1),
-        (2, 3, 2, 2),
-        ids(2, 2, 2, classes=3),
-        4,
-    ),
+        "categorical of pixels", CATEGORICAL("z", "t", class_axis=1), (2, 3, 2, 2),
+        ids(2, 2, 2, classes=3), 4),
     Case("one-hot", OnehotCategoricalLogitsNegativeLogProbLoss("z", "t"), (3, 4), rows(3, 4)),
     Case("normal", NORMAL("z", 0.3, "t"), (3, 4), reals(3, 4)),
     Case("normal, one number an example", NORMAL("z", 2, "t"), (3,), reals(3)),
     Case(
-        "normal image", NORMAL("z", targets="t", class_axis=1), (2, 3, 2, 1), reals(2, 3, 2, 1), 2
-    ),
+        "normal image", NORMAL("z", targets="t", class_axis=1), (2, 3, 2, 1), reals(2, 3, 2, 1), 2),
     Case("mean and variance", BOTH("z", "s", "t"), (3, 2), reals(3, 2)),
     Case(
-        "mean and variance image", BOTH("z", "s", "t", class_axis=1), (2, 3, 2), reals(2, 3, 2), 2
-    ),
+        "mean and variance image", BOTH("z", "s", "t", class_axis=1), (2, 3, 2), reals(2, 3, 2), 2),
     Case("Bernoulli", BERNOULLI("z", "t"), (3, 4), bits(3, 4)),
     Case("Laplace", LAPLACE("z", 0.7, "t"), (3, 4), reals(3, 4)),
     Case("Huber", HUBER("z", 0.7, "t"), (3, 4), reals(3, 4)),
     Case("Poisson", POISSON("z", "t"), (3, 4), counts(3, 4)),
     Case("Bernoulli tokens", BERNOULLI("z", "t"), (2, 3, 2), bits(2, 3, 2), 3),
-)
+)  # fmt: skip
 NATURAL = tuple(case for case in CASES if case.loss.ggn_equals_fisher)
 
 

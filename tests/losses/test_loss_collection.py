@@ -17,8 +17,7 @@ FUNCTIONS = {
         ke.CategoricalLogitsNegativeLogProbLoss, "sparse_softmax_cross_entropy_loss", {}),
     "normal_predictive_distribution": (
         ke.NormalMeanNegativeLogProbLoss, "normal_predictive_distribution", {"var": 0.5}),
-    "squared_error_loss": (
-        ke.NormalMeanNegativeLogProbLoss, "squared_error_loss", {"var": 0.5}),
+    "squared_error_loss": (ke.NormalMeanNegativeLogProbLoss, "squared_error_loss", {"var": 0.5}),
     "multi_bernoulli_predictive_distribution": (
         ke.MultiBernoulliNegativeLogProbLoss, "multi_bernoulli_predictive_distribution", {}),
     "sigmoid_cross_entropy_loss": (

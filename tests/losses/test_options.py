@@ -34,36 +34,26 @@ def of_bits(targets, weight=1.0):
 CASES = {
     "ignored": (CATEGORICAL("z", "t"), IDS, -(EYE * LOG_P), 4),
     "class weights": (
-        CATEGORICAL("z", "t", class_weights=W), IDS, -(EYE * W * LOG_P), WEIGHT_OF_IDS,
-    ),
+        CATEGORICAL("z", "t", class_weights=W), IDS, -(EYE * W * LOG_P), WEIGHT_OF_IDS),
     "smoothing": (
-        CATEGORICAL("z", "t", label_smoothing=0.2), IDS, -(smooth(EYE, 0.2) * KEPT * LOG_P), 4,
-    ),
+        CATEGORICAL("z", "t", label_smoothing=0.2), IDS, -(smooth(EYE, 0.2) * KEPT * LOG_P), 4),
     "both": (
         CATEGORICAL("z", "t", label_smoothing=0.2, class_weights=W), IDS,
-        -(smooth(EYE, 0.2) * KEPT * W * LOG_P), WEIGHT_OF_IDS,
-    ),
+        -(smooth(EYE, 0.2) * KEPT * W * LOG_P), WEIGHT_OF_IDS),
     "probabilities": (CATEGORICAL("z", "t"), ROWS, -(ROWS * LOG_P), 5),
     "weighted probabilities": (
-        CATEGORICAL("z", "t", class_weights=W), ROWS, -(ROWS * W * LOG_P), 5,
-    ),
+        CATEGORICAL("z", "t", class_weights=W), ROWS, -(ROWS * W * LOG_P), 5),
     "smooth probabilities": (
-        CATEGORICAL("z", "t", label_smoothing=0.2), ROWS, -(smooth(ROWS, 0.2) * LOG_P), 5,
-    ),
+        CATEGORICAL("z", "t", label_smoothing=0.2), ROWS, -(smooth(ROWS, 0.2) * LOG_P), 5),
     "positive weights": (BERNOULLI("z", "t", positive_weights=W), BITS, of_bits(BITS, W), 5),
     "one positive weight of soft targets": (
-        BERNOULLI("z", "t", positive_weights=2.5), ROWS, of_bits(ROWS, 2.5), 5,
-    ),
-    "smooth bits": (
-        BERNOULLI("z", "t", label_smoothing=0.2), BITS, of_bits(BITS * 0.8 + 0.1), 5,
-    ),
+        BERNOULLI("z", "t", positive_weights=2.5), ROWS, of_bits(ROWS, 2.5), 5),
+    "smooth bits": (BERNOULLI("z", "t", label_smoothing=0.2), BITS, of_bits(BITS * 0.8 + 0.1), 5),
     "ignored bits": (
-        BERNOULLI("z", "t", ignore_index=1), BITS, -((1 - BITS) * LOG_OTHER), (1 - BITS).sum() / 3,
-    ),
+        BERNOULLI("z", "t", ignore_index=1), BITS, -((1 - BITS) * LOG_OTHER), (1 - BITS).sum() / 3),
     "ignored reals": (
         NORMAL("z", 0.5, "t", ignore_index=0), BITS * ROWS,
-        (BITS > 0) * ((Z - ROWS) ** 2 + 0.5 * np.log(np.pi)), BITS.sum() / 3,
-    ),
+        (BITS > 0) * ((Z - ROWS) ** 2 + 0.5 * np.log(np.pi)), BITS.sum() / 3),
 }  # fmt: skip
 every_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 

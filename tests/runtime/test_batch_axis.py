@@ -103,20 +103,16 @@ SEVERAL = {
     "graphs": (GRAPH, None, {"slots": 0}, "the examples are along axis 0 of 'slots'"),
     "graphs of a batch": (GRAPH, FEW, {"slots": 0}, "the examples are along axis 0 of 'slots'"),
     "graphs called B and nodes N": (
-        lambda: GRAPH("N", "E", "B"), None, {"slots": 0}, "the examples are along"
-    ),
+        lambda: GRAPH("N", "E", "B"), None, {"slots": 0}, "the examples are along"),
     "graphs with equal outputs": (lambda: GRAPH(head=0), FEW, {"slots": 0}, "the examples are"),
     "graphs with NaN": (GRAPH, NAN, {"slots": 0}, "the examples are along axis 0 of 'slots'"),
     "as many graphs as numbers say": (
-        lambda: GRAPH(count="largest"), None, {}, "the number of examples of 'y' follows"
-    ),
+        lambda: GRAPH(count="largest"), None, {}, "the number of examples of 'y' follows"),
     "adjacency": (
-        graph_networks.adjacency, None, {"x": 0, "adj": 0}, "'adj' has an entry for each pair"
-    ),
+        graph_networks.adjacency, None, {"x": 0, "adj": 0}, "'adj' has an entry for each pair"),
     "adjacency without one symbol": (
         lambda: graph_networks.adjacency(("a", "b", "c")), graph_networks.one_graph(4)[0],
-        {"x": 0, "adj": 0}, "'adj' has an entry for each pair",
-    ),
+        {"x": 0, "adj": 0}, "'adj' has an entry for each pair"),
     "matrices of examples with own symbols": (
         lambda: read(
             "float[c, p, q] k",
@@ -128,8 +124,7 @@ SEVERAL = {
     ),
     "a number of graphs": (
         lambda: GRAPH(count="number"), graph_networks.graphs([3, 4, 2], 0, "number")[0], {},
-        "the number of examples of 'y' follows from 'number'",
-    ),
+        "the number of examples of 'y' follows from 'number'"),
     "pairs": (
         graph_networks.contrastive, None, {"image": 0, "text": 0}, "'logits' has an entry for each"
     ),
@@ -146,18 +141,15 @@ SEVERAL = {
     # Inputs that all examples share, and other symbols of the same axis: parts are batches.
     "keys": (lambda: read("float[3, m] k", KEYS), None, {"x": 0}, ""),
     "keys of a batch": (
-        lambda: read("float[3, m] k", KEYS),
-        {"x": np.ones((4, 3), "f"), "k": np.ones((3, 6), "f")}, {"x": 0}, "",
-    ),
+        lambda: read("float[3, m] k", KEYS), {"x": np.ones((4, 3), "f"), "k": np.ones((3, 6), "f")},
+        {"x": 0}, ""),
     "entries of any number": (lambda: read("float[m] k", ENTRIES), None, {"x": 0}, ""),
     "unknown shape": (lambda: read("float k", ENTRIES), None, {"x": 0}, ""),
     "two symbols of the examples": (
-        lambda: read("float[m, 2] k", "output = Add (z, k)"), None, {"x": 0, "k": 0}, ""
-    ),
+        lambda: read("float[m, 2] k", "output = Add (z, k)"), None, {"x": 0, "k": 0}, ""),
     "two symbols of the batch": (
-        lambda: read("float[batch_k, 2] k", "output = Add (z, k)", "batch_x", "batch_y"),
-        None, {"x": 0, "k": 0}, "",
-    ),
+        lambda: read("float[batch_k, 2] k", "output = Add (z, k)", "batch_x", "batch_y"), None,
+        {"x": 0, "k": 0}, ""),
 }  # fmt: skip
 
 
@@ -229,23 +221,18 @@ FIXED = {
     "tokens": (lambda: attention((3, 4)), {"input": 0}, ExampleAxis(0, 1)),
     "columns": (lambda: columns(4), {"input": 1}, ExampleAxis(1, 1)),
     "last state": (
-        lambda: recurrent(X, "[3,2]", "input, w, r", LAST), {"input": 1}, ExampleAxis(0, 1)
-    ),
+        lambda: recurrent(X, "[3,2]", "input, w, r", LAST), {"input": 1}, ExampleAxis(0, 1)),
     "all states": (
-        lambda: recurrent(X, "[6,3,2]", "input, w, r", ALL), {"input": 1}, ExampleAxis(1, 1)
-    ),
+        lambda: recurrent(X, "[6,3,2]", "input, w, r", ALL), {"input": 1}, ExampleAxis(1, 1)),
     "stored state": (
-        lambda: recurrent(X, "[3,2]", "input, w, r, , , start", LAST),
-        {"input": 1}, ExampleAxis(0, 1),
-    ),
+        lambda: recurrent(X, "[3,2]", "input, w, r, , , start", LAST), {"input": 1},
+        ExampleAxis(0, 1)),
     "given state": (
         lambda: recurrent(f"{X}, float[1,3,5] s", "[6,3,2]", "input, w, r, , , s", ALL),
-        {"input": 1, "s": 1}, ExampleAxis(1, 1),
-    ),
+        {"input": 1, "s": 1}, ExampleAxis(1, 1)),
     "lengths": (
         lambda: recurrent(f"{X}, int32[3] ends", "[3,2]", "input, w, r, , ends", LAST),
-        {"input": 1, "ends": 0}, ExampleAxis(0, 1),
-    ),
+        {"input": 1, "ends": 0}, ExampleAxis(0, 1)),
 }  # fmt: skip
 
 

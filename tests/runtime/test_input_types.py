@@ -35,8 +35,7 @@ WORDS = np.array([["a"], ["bb"], ["ccc"], ["a"], ["bb"], ["a"]])
 CONVERTED = {
     "float64 for float32": (NUMBERS, REAL, REAL.astype(np.float64)),
     "float16 for float32": (
-        NUMBERS, REAL.astype(np.float16).astype(np.float32), REAL.astype(np.float16)
-    ),
+        NUMBERS, REAL.astype(np.float16).astype(np.float32), REAL.astype(np.float16)),
     "float32 for float64": (DOUBLES, REAL.astype(np.float64), REAL),
     "int32 for int64": (IDS, WHOLE, WHOLE.astype(np.int32)),
     "uint8 for int64": (IDS, WHOLE, WHOLE.astype(np.uint8)),

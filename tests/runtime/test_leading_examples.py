@@ -16,30 +16,22 @@ CASES = {
     "fewer than that": ({"x": ("batch", 3)}, {"x": (4, 3)}, {"x": (4, 3)}),
     "time first": ({"x": ("time", "N", 3)}, {"x": (9, 64, 3)}, {"x": (9, 5, 3)}),
     "two inputs": (
-        {"x": ("batch_size", 3), "y": (7, "batch_size")},
-        {"x": (64, 3), "y": (7, 64)},
-        {"x": (5, 3), "y": (7, 5)},
-    ),
+        {"x": ("batch_size", 3), "y": (7, "batch_size")}, {"x": (64, 3), "y": (7, 64)},
+        {"x": (5, 3), "y": (7, 5)}),
     "one of fixed size": (
-        {"x": ("batch", 3), "mask": (64,)},
-        {"x": (64, 3), "mask": (64,)},
-        {"x": (5, 3), "mask": (64,)},
-    ),
+        {"x": ("batch", 3), "mask": (64,)}, {"x": (64, 3), "mask": (64,)},
+        {"x": (5, 3), "mask": (64,)}),
     "no name": ({"x": (None, 3)}, {"x": (64, 3)}, {"x": (64, 3)}),
     "another name": ({"x": ("time", 3)}, {"x": (64, 3)}, {"x": (64, 3)}),
     "not shared": (
-        {"x": ("batch", 3), "y": ("rows", 3)},
-        {"x": (64, 3), "y": (64, 3)},
-        {"x": (64, 3), "y": (64, 3)},
-    ),
+        {"x": ("batch", 3), "y": ("rows", 3)}, {"x": (64, 3), "y": (64, 3)},
+        {"x": (64, 3), "y": (64, 3)}),
     "of two sizes": (
-        {"x": ("batch_0", 3), "y": ("batch_1", 3)},
-        {"x": (64, 3), "y": (32, 3)},
-        {"x": (64, 3), "y": (32, 3)},
-    ),
+        {"x": ("batch_0", 3), "y": ("batch_1", 3)}, {"x": (64, 3), "y": (32, 3)},
+        {"x": (64, 3), "y": (32, 3)}),
     "pairs of examples": ({"x": ("batch", "batch")}, {"x": (64, 64)}, {"x": (64, 64)}),
     "no shape": ({"x": None}, {"x": (64, 3)}, {"x": (64, 3)}),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("declared", "passed_inputs", "expected"), CASES.values(), ids=CASES)

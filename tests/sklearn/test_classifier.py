@@ -255,11 +255,8 @@ REFUSALS = {
     "optimizer type": (OnnxClassifier(optimizer=3), X, Y, "optimizer must be one of"),
     "optimizer option": (OnnxClassifier(optimizer_options={"rate": 1}), X, Y, "'rate'"),
     "option of a run": (
-        OnnxClassifier(optimizer_options={"epochs": 1}),
-        X,
-        Y,
-        "the optimizer 'kfac' has no option 'epochs'; the options of",
-    ),
+        OnnxClassifier(optimizer_options={"epochs": 1}), X, Y,
+        "the optimizer 'kfac' has no option 'epochs'; the options of"),
     "engine option": (OnnxClassifier(engine_options={"dampig": 1}), X, Y, "mean 'damping'"),
     "loss": (OnnxClassifier(engine_options={"loss": "normal"}), X, Y, "chooses the loss"),
     "hidden": (OnnxClassifier(hidden=(0,)), X, Y, "each of hidden must be a whole number"),
@@ -271,7 +268,7 @@ REFUSALS = {
     "early stopping": (OnnxClassifier(early_stopping=10), X, Y, "early_stopping"),
     "range": (OnnxClassifier(), X * 1e300, Y, "beyond the range of float32"),
     "file": (OnnxClassifier("no.onnx"), X, Y, "no.onnx"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", REFUSALS)

@@ -50,14 +50,11 @@ SYSTEMS = {
     "version 2": (MACHINE | OWN | group("a/b/", 3 * GIB, GIB), 2 * GIB),
     "cache that can be taken back": (MACHINE | OWN | group("a/b/", 3 * GIB, 2 * GIB, GIB), 2 * GIB),
     "cache that was read twice": (
-        MACHINE | OWN | group("a/b/", 3 * GIB, 3 * GIB, GIB // 2, GIB), GIB * 3 // 2,
-    ),
+        MACHINE | OWN | group("a/b/", 3 * GIB, 3 * GIB, GIB // 2, GIB), GIB * 3 // 2),
     "a group around it": (
-        MACHINE | OWN | group("a/b/", "max", GIB) | group("a/", 5 * GIB, GIB), 4 * GIB,
-    ),
+        MACHINE | OWN | group("a/b/", "max", GIB) | group("a/", 5 * GIB, GIB), 4 * GIB),
     "the tightest of several": (
-        MACHINE | OWN | group("a/b/", 4 * GIB, GIB) | group("a/", 2 * GIB, GIB), GIB,
-    ),
+        MACHINE | OWN | group("a/b/", 4 * GIB, GIB) | group("a/", 2 * GIB, GIB), GIB),
     "a container that is the root": (MACHINE | OWN | group("", 3 * GIB, GIB), 2 * GIB),
     "more used than allowed": (MACHINE | OWN | group("a/b/", GIB, 2 * GIB), 0),
     "a limit above the machine": (MACHINE | OWN | group("a/b/", 99 * GIB, GIB), 8 * GIB),

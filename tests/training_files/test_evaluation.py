@@ -68,17 +68,13 @@ CASES = {
     "probabilities": (network("dense"), "categorical", {}, {"probabilities": True}, probabilities),
     "sum": (network("dense"), "categorical", {"reduction": "sum"}, {}, classes),
     "mean over examples": (
-        network("tokens"),
-        "categorical",
-        {"reduction": "batch_mean"},
-        {},
-        lambda rng, n: rng.integers(0, 3, (n, 5)),
-    ),
+        network("tokens"), "categorical", {"reduction": "batch_mean"}, {},
+        lambda rng, n: rng.integers(0, 3, (n, 5))),
     "running statistics": (network("batch normalization"), "categorical", {}, {}, classes),
     "sequences": (network("tokens"), "ctc", {}, {"weights": "targets"}, sequences),
     "bits": (sigmoid_output(), "multi_bernoulli", {}, {}, bits),
     "two losses": (two_outputs(), {"logits": "categorical", "mean": "normal"}, {}, {}, both),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -125,12 +125,9 @@ OPTIONS = {
     "weights of classes, images": ("strided", ke.Categorical(class_weights=WEIGHTS), classes()),
     "smoothing": ("dense", ke.Categorical(label_smoothing=0.2), hidden(classes())),
     "smoothing and weights": (
-        "dense", ke.Categorical(label_smoothing=0.2, class_weights=WEIGHTS), hidden(classes())
-    ),
+        "dense", ke.Categorical(label_smoothing=0.2, class_weights=WEIGHTS), hidden(classes())),
     "binary": ("dense", "multi_bernoulli", hidden(features)),
-    "binary, weights": (
-        "dense", ke.MultiBernoulli(positive_weights=[1, 2, 3]), hidden(features)
-    ),
+    "binary, weights": ("dense", ke.MultiBernoulli(positive_weights=[1, 2, 3]), hidden(features)),
     "binary, smoothing": ("dense", ke.MultiBernoulli(label_smoothing=0.1), hidden(features)),
     "ignored means": ("dense", ke.Normal(ignore_index=1), features),
     "absolute errors": ("dense", ke.L1(), features),
@@ -184,25 +181,20 @@ WEIGHTED = {
     "attention": ("attention", {}, weighted(classes(), mask=True), {"mask": "examples"}),
     "classes": (
         "dense", {"loss": ke.Categorical(class_weights=WEIGHTS, label_smoothing=0.1)},
-        weighted(hidden(classes())), {"weights": "examples"},
-    ),
+        weighted(hidden(classes())), {"weights": "examples"}),
     "probabilities": (
         "dense", {"loss": ke.Categorical(class_weights=WEIGHTS, label_smoothing=0.1)}, rows,
-        {"probabilities": True},
-    ),
+        {"probabilities": True}),
     "weighted probabilities": (
-        "dense", {}, weighted(rows), {"probabilities": True, "weights": "predictions"},
-    ),
+        "dense", {}, weighted(rows), {"probabilities": True, "weights": "predictions"}),
     "bits": ("dense", BITS, weighted(hidden(features), 2), {"weights": "targets"}),
     "rows of bits": ("dense", BITS, weighted(features, mask=True), {"mask": "predictions"}),
     "means": (
         "dense", {"loss": "normal"}, weighted(normal(1.0, 50.0), value=1e4),
-        {"weights": "examples"},
-    ),
+        {"weights": "examples"}),
     "masked means": (
         "dense", {"loss": "normal"}, weighted(normal(1.0, 50.0), 2, mask=True, value=np.nan),
-        {"mask": "targets"},
-    ),
+        {"mask": "targets"}),
     "sum": ("tokens", {"reduction": "sum"}, weighted(TOKENS, 2), {"weights": "targets"}),
 }  # fmt: skip
 

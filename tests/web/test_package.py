@@ -161,15 +161,12 @@ console.log(numbers, metrics, again);
 # Lines that must not compile, and what the compiler says.
 WRONG = {
     "name": ("await trainer.predict({ imgae: image });", "imgae"),
-    "fractions": (
-        "trainer.fit([{ image, targets: new Float32Array(1) }]);",
-        "Float32Array",
-    ),
+    "fractions": ("trainer.fit([{ image, targets: new Float32Array(1) }]);", "Float32Array"),
     "missing": ("trainer.fit([{ image }]);", "targets"),
     "output": ("(await trainer.predict({ image })).scores;", "scores"),
     "metric": ("(await trainer.evaluate([])).top5;", "top5"),
     "option": ("trainer.fit([], { rates: 1 });", "rates"),
-}
+}  # fmt: skip
 HEAD = """import { Trainer } from 'kfac-engine';
 import type { Digits } from './digits.js';
 const trainer = await Trainer.load<Digits>('train/');

@@ -140,42 +140,27 @@ LARGER = {
     "lines_of_many_images": ("shifted", Case(SAME, 100, 24, (8, 8))),
     "lines_of_large_images": ("shifted", Case(SAME, 4, 20, (34, 33))),
     "lines_valid": (
-        "shifted",
-        Case(Window((3, 2), (1, 1), (1, 1), (0, 0), (0, 0)), 8, 40, (24, 21)),
-    ),
+        "shifted", Case(Window((3, 2), (1, 1), (1, 1), (0, 0), (0, 0)), 8, 40, (24, 21))),
     "lines_dilated": (
-        "shifted",
-        Case(Window((3, 3), (1, 1), (1, 2), (1, 2), (1, 2)), 40, 40, (7, 9)),
-    ),
+        "shifted", Case(Window((3, 3), (1, 1), (1, 2), (1, 2), (1, 2)), 40, 40, (7, 9))),
     "lines_apart": (
-        "shifted",
-        Case(Window((3, 3), (1, 1), (2, 3), (2, 3), (2, 3)), 7, 24, (30, 30)),
-    ),
+        "shifted", Case(Window((3, 3), (1, 1), (2, 3), (2, 3), (2, 3)), 7, 24, (30, 30))),
     "lines_of_many_channels": ("shifted", Case(SAME, 66, 97, (6, 6))),
     "lines_of_many_channels_at_once": ("shifted", Case(SAME, 12, 100, (9, 8))),
     "lines_along_one_axis": ("shifted", Case(Window((5,), (1,), (1,), (2,), (1,)), 3, 24, (2000,))),
     "lines_volume": (
         "shifted",
-        Case(Window((2,) * 3, (1,) * 3, (1,) * 3, (1,) * 3, (0,) * 3), 50, 40, (4,) * 3),
-    ),
+        Case(Window((2,) * 3, (1,) * 3, (1,) * 3, (1,) * 3, (0,) * 3), 50, 40, (4,) * 3)),
     "plain_few_channels": (
-        "im2col",
-        Case(Window((5, 5), (1, 1), (1, 1), (2, 2), (2, 2)), 4, 1, (20, 20)),
-    ),
+        "im2col", Case(Window((5, 5), (1, 1), (1, 1), (2, 2), (2, 2)), 4, 1, (20, 20))),
     "plain_strided": (
-        "im2col",
-        Case(Window((3, 3), (2, 2), (1, 1), (1, 1), (1, 1)), 4, 20, (24, 23)),
-    ),
+        "im2col", Case(Window((3, 3), (2, 2), (1, 1), (1, 1), (1, 1)), 4, 20, (24, 23))),
     "plain_cropped": (
-        "im2col",
-        Case(Window((3, 3), (1, 1), (1, 1), (-8, -8), (-8, -8)), 4, 20, (24, 23)),
-    ),
+        "im2col", Case(Window((3, 3), (1, 1), (1, 1), (-8, -8), (-8, -8)), 4, 20, (24, 23))),
     "pixels": ("im2col", Case(Window((1, 1), (1, 1), (1, 1), (0, 0), (0, 0)), 4, 20, (24, 23))),
     "pixels_cropped": (
-        "im2col",
-        Case(Window((1, 1), (2, 1), (1, 1), (1, -2), (-1, 0)), 4, 20, (24, 23)),
-    ),
-}
+        "im2col", Case(Window((1, 1), (2, 1), (1, 1), (1, -2), (-1, 0)), 4, 20, (24, 23))),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])

@@ -57,14 +57,9 @@ CASES = {
     "dense": (dense, dense_batch, dense_rows, (D_IN, D_OUT), ("w", "b")),
     "no-bias": (dense, dense_batch, dense_rows, (D_IN, D_OUT), "w"),
     "positions": (
-        dense,
-        lambda n, seed: dense_batch(n, seed, (3,)),
-        dense_rows,
-        (D_IN, D_OUT),
-        ("w", "b"),
-    ),
+        dense, lambda n, seed: dense_batch(n, seed, (3,)), dense_rows, (D_IN, D_OUT), ("w", "b")),
     "convolution": (convolution, image_batch, image_rows, (*KERNEL, D_IN, D_OUT), ("w", "b")),
-}
+}  # fmt: skip
 every_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 
 

@@ -16,17 +16,14 @@ LAYERS = {
     "conv1d": ("conv1d", {"strides": (1,), "padding": "VALID"}, (3, 2, 4), (N, 5, 2), (N, 3, 4)),
     "conv2d": (
         "conv2d", {"strides": (1, 1, 1, 1), "padding": "SAME"}, (3, 3, 2, 4), (N, 5, 5, 2),
-        (N, 5, 5, 4),
-    ),
+        (N, 5, 5, 4)),
     "conv2d NCHW": (
         "conv2d",
         {"strides": (1, 1), "padding": "SAME", "data_format": "NCHW", "weight_format": "OIHW"},
-        (4, 2, 3, 3), (N, 2, 5, 5), (N, 4, 5, 5),
-    ),
+        (4, 2, 3, 3), (N, 2, 5, 5), (N, 4, 5, 5)),
     "depthwise": (
         "depthwise_conv2d", {"strides": (1, 1, 1, 1), "padding": "SAME"}, (3, 3, 2, 1),
-        (N, 5, 5, 2), (N, 5, 5, 2),
-    ),
+        (N, 5, 5, 2), (N, 5, 5, 2)),
 }  # fmt: skip
 EMBEDDINGS = [name for name in LAYERS if name.startswith("embedding")]
 CHECKED = [name for name in LAYERS if name != "depthwise"]

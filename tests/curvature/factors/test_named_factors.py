@@ -81,52 +81,38 @@ D_POSITIONS = [d.reshape(B, -1, 2) for d in PIXEL_GRADS]
 CASES = {
     "naive full": (
         lambda **o: ke.NaiveFullFactor([("gw0", "gb0"), ("gw1", "gb1")], B, **o),
-        sum(np.outer(flat(g), flat(g)) for g in GRADS) / B,
-    ),
+        sum(np.outer(flat(g), flat(g)) for g in GRADS) / B),
     "naive diagonal": (
         lambda **o: ke.NaiveDiagonalFactor(["gw0", "gw1"], "x", **o),
-        sum(g[0] ** 2 for g in GRADS) / B,
-    ),
+        sum(g[0] ** 2 for g in GRADS) / B),
     "dense": (
         lambda **o: ke.FullyConnectedKroneckerFactor([["x"]], has_bias=True, **o),
-        second_moment(X, has_bias=True),
-    ),
+        second_moment(X, has_bias=True)),
     "dense, two sources": (
         lambda **o: ke.FullyConnectedKroneckerFactor([["d0"], ["d1"]], **o),
-        second_moment(D[0]) + second_moment(D[1]),
-    ),
+        second_moment(D[0]) + second_moment(D[1])),
     "dense, two towers": (
-        lambda **o: ke.FullyConnectedKroneckerFactor([["x_a", "x_b"]], **o),
-        second_moment(X[:4]),
-    ),
+        lambda **o: ke.FullyConnectedKroneckerFactor([["x_a", "x_b"]], **o), second_moment(X[:4])),
     "diagonal": (
         lambda **o: ke.DiagonalKroneckerFactor([["x"]], has_bias=True, **o),
-        np.append(squares(X), 1.0),
-    ),
+        np.append(squares(X), 1.0)),
     "multi, listed": (
         lambda **o: ke.FullyConnectedMultiKF([[["u0", "u1"]]], has_bias=True, **o),
-        second_moment(U.reshape(-1, D_IN), has_bias=True),
-    ),
+        second_moment(U.reshape(-1, D_IN), has_bias=True)),
     "multi, stacked": (
-        lambda **o: ke.FullyConnectedMultiKF([["u"]], 2, **o),
-        second_moment(U.reshape(-1, D_IN)),
-    ),
+        lambda **o: ke.FullyConnectedMultiKF([["u"]], 2, **o), second_moment(U.reshape(-1, D_IN))),
     "multi diagonal": (
         lambda **o: ke.DiagonalMultiKF([["u_folded"]], num_uses=2, has_bias=True, **o),
-        np.append(squares(U.reshape(-1, D_IN)), 1.0),
-    ),
+        np.append(squares(U.reshape(-1, D_IN)), 1.0)),
     "layer diagonal": (
         lambda **o: ke.FullyConnectedDiagonalFactor(["x"], [["d0"], ["d1"]], has_bias=True, **o),
-        sum(per_example(with_one(X)[:, None], d[:, None]) for d in D),
-    ),
+        sum(per_example(with_one(X)[:, None], d[:, None]) for d in D)),
     "layer diagonal, two towers": (
         lambda **o: ke.FullyConnectedDiagonalFactor(["x_a", "x_b"], [["d0_a", "d0_b"]], **o),
-        per_example(X[:4, None], D[0][:4, None]),
-    ),
+        per_example(X[:4, None], D[0][:4, None])),
     "patches": (
         lambda **o: ke.ConvInputKroneckerFactor(["images"], FILTER, "VALID", has_bias=True, **o),
-        second_moment(flat_patches(PATCHES), has_bias=True),
-    ),
+        second_moment(flat_patches(PATCHES), has_bias=True)),
     "patches, channels first": (
         lambda **o: ke.ConvInputKroneckerFactor(
             ["planes"], FILTER, "VALID", [1, 1, 1, 1], data_format="NCHW", **o
@@ -141,24 +127,19 @@ CASES = {
     ),
     "patches over uses": (
         lambda **o: ke.ConvInputMultiKF(["two"], FILTER, "VALID", num_uses=2, **o),
-        second_moment(flat_patches(np.concatenate([PATCHES, 2 * PATCHES]))),
-    ),
+        second_moment(flat_patches(np.concatenate([PATCHES, 2 * PATCHES])))),
     "pixels": (
         lambda **o: ke.ConvInputSUAKroneckerFactor(["images"], FILTER, has_bias=True, **o),
-        pixels(IMAGES),
-    ),
+        pixels(IMAGES)),
     "outputs": (
         lambda **o: ke.ConvOutputKroneckerFactor([["p0"], ["p1"]], **o),
-        sum(second_moment(d.reshape(-1, 2)) for d in PIXEL_GRADS),
-    ),
+        sum(second_moment(d.reshape(-1, 2)) for d in PIXEL_GRADS)),
     "outputs, channels first": (
         lambda **o: ke.ConvOutputKroneckerFactor([["p0_first"]], "NCHW", **o),
-        second_moment(PIXEL_GRADS[0].reshape(-1, 2)),
-    ),
+        second_moment(PIXEL_GRADS[0].reshape(-1, 2))),
     "outputs over uses": (
         lambda **o: ke.ConvOutputMultiKF([["p_uses"]], num_uses=2, **o),
-        second_moment(np.stack(PIXEL_GRADS).reshape(-1, 2)),
-    ),
+        second_moment(np.stack(PIXEL_GRADS).reshape(-1, 2))),
     "convolution diagonal": (
         lambda **o: ke.ConvDiagonalFactor(
             ["images"], [["p0"], ["p1"]], FILTER, [1, 1, 1, 1], "VALID", has_bias=True, **o
@@ -171,7 +152,7 @@ CASES = {
         ),
         per_example(PATCHES * MASK.ravel(), D_POSITIONS[0]),
     ),
-}
+}  # fmt: skip
 every_case = pytest.mark.parametrize(("make", "expected"), CASES.values(), ids=CASES)
 
 

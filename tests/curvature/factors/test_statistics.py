@@ -203,9 +203,7 @@ def test_statistics_of_the_same_tensors_are_equal_and_others_are_not():
 GOOD = {"x": draw(4, 3), "y": draw(4, 3, seed=1), "t": draw(4, 2, 3), "g": draw(3)}
 
 
-@pytest.mark.parametrize(
-    ("statistic", "values", "error", "says"),
-    [
+@pytest.mark.parametrize(("statistic", "values", "error", "says"), [
         (FullyConnectedKroneckerFactor([["x", "y"]]), {"y": draw(3, 3)}, ValueError, "examples"),
         (FullyConnectedKroneckerFactor([["x", "y"]]), {"y": draw(4, 2)}, ValueError, "shapes"),
         (KroneckerMoment(("x", "y"), ROWS), {"y": draw(4, 2)}, ValueError, "features"),
@@ -217,20 +215,14 @@ GOOD = {"x": draw(4, 3), "y": draw(4, 3, seed=1), "t": draw(4, 2, 3), "g": draw(
         (KroneckerMoment(("x",), ROWS, num_uses=3), {}, ValueError, "3 uses"),
         (KroneckerMoment(("z",), ROWS), {}, KeyError, "'z'"),
         (DiagonalKroneckerFactor([["x", "y"]]), {"y": draw(3, 3)}, ValueError, "examples"),
-        (
-            LayerSquare(("x",), ("y",), ROWS, ROWS, True),
-            {"y": draw(5, 3)},
-            ValueError,
-            "rows",
-        ),
+        (LayerSquare(("x",), ("y",), ROWS, ROWS, True), {"y": draw(5, 3)}, ValueError, "rows"),
         (LayerSquare(("t",), ("y",), ROWS, ROWS, True), {}, ValueError, "rows"),
         (NaiveDiagonalFactor(["x", "g"], 4), {}, ValueError, "shapes"),
         (GradientSquare(("x", "g"), (4,)), {}, ValueError, "one parameter"),
         (GradientSquare(("x",), ("batch",)), {}, KeyError, "batch"),
         (NaiveFullFactor(["x", "g"], 4), {}, ValueError, "shapes"),
         (GradientOuter(("x",), (0,)), {}, ValueError, "no example"),
-    ],
-)
+    ])  # fmt: skip
 def test_tensors_that_do_not_fit_are_refused_before_anything_moves(statistic, values, error, says):
     factor = factor_of(statistic)
     factor.instantiate_cov_variables()

@@ -52,14 +52,11 @@ PARAMETERS = {"w": "PARAMETER", "b": "PARAMETER"}
 STATED = {
     "buffer": (torch_file(kinds=PARAMETERS | {"mean": "BUFFER"}), "a buffer of the module"),
     "constant_of_the_code": (
-        torch_file(kinds=PARAMETERS | {"mean": "CONSTANT_TENSOR"}),
-        "a constant in the code",
-    ),
+        torch_file(kinds=PARAMETERS | {"mean": "CONSTANT_TENSOR"}), "a constant in the code"),
     # The metadata of an initializer is absent if a result has its name.
     "buffer_in_the_signature_only": (
         torch_file(kinds=PARAMETERS, signature=lines("BUFFER target='mean' persistent=True")),
-        "a buffer of the module",
-    ),
+        "a buffer of the module"),
     "folded_from_a_buffer": (
         torch_file(
             folded={"mean": ["raw", "val_0"]},
@@ -69,8 +66,7 @@ STATED = {
     ),
     "folded_from_numbers": (
         torch_file(kinds=PARAMETERS, folded={"mean": ["val_0", "val_1"]}),
-        "computed from constants in the code",
-    ),
+        "computed from constants in the code"),
     "buffer_behind_views_and_casts": (
         torch_file(
             "i = Identity (mean)  d = Cast <to=11> (i)  f = Cast <to=1> (d)  h = Sub (x, f)"
@@ -90,9 +86,7 @@ STATED = {
     ),
     # A normalization that was multiplied into a weight keeps the name of the weight.
     "parameter_that_was_folded_again": (
-        torch_file(folded={"mean": ["val_0"]}, signature=lines("PARAMETER target='mean'")),
-        None,
-    ),
+        torch_file(folded={"mean": ["val_0"]}, signature=lines("PARAMETER target='mean'")), None),
     "folded_in_a_file_without_kinds": (torch_file(folded={"mean": ["raw"]}), None),
     # A result of this name is no tensor of the module.
     "name_of_an_output": (
@@ -102,7 +96,7 @@ STATED = {
         ),
         None,
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("model", "words"), STATED.values(), ids=STATED)
@@ -148,8 +142,7 @@ LEARNED = {
     "factor": ("h = Mul (x, f)  y = MatMul (h, w)", ()),
     "factor_of_one_entry": ("h = Mul (x, f)  y = MatMul (h, w)", (1,)),
     "factor_of_a_residual_branch": (
-        "h = MatMul (x, v)  a = Tanh (h)  s = Mul (f, a)  z = Add (x, s)  y = MatMul (z, w)", (),
-    ),
+        "h = MatMul (x, v)  a = Tanh (h)  s = Mul (f, a)  z = Add (x, s)  y = MatMul (z, w)", ()),
     "temperature": ("h = MatMul (x, w)  y = Div (h, f)", ()),
     "logit_scale": ("e = Exp (f)  h = MatMul (x, w)  y = Mul (h, e)", ()),
     "exponent_of_a_pooling": (
@@ -302,14 +295,11 @@ CLASSICAL = {
     "Normalizer": ({"norm": "L2"}, set()),
     "ArrayFeatureExtractor": ({}, set()),
     "LinearRegressor": (
-        {"coefficients": NUMBERS, "intercepts": [0.5]},
-        {"node.coefficients", "node.intercepts"},
-    ),
+        {"coefficients": NUMBERS, "intercepts": [0.5]}, {"node.coefficients", "node.intercepts"}),
     "LinearClassifier": (
         {"coefficients": NUMBERS * 2, "intercepts": [0.5, 0.1], "classlabels_ints": [0, 1]},
-        {"node.coefficients", "node.intercepts"},
-    ),
-}
+        {"node.coefficients", "node.intercepts"}),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("op", CLASSICAL)

@@ -24,9 +24,7 @@ CASES = {
     "clip from below": ([("Clip", ["_", "-2"], {})], (-2, inf)),
     "clip beyond": ([("Sigmoid", ["_"], {}), ("Clip", ["_", "3"], {})], (3, 3)),
     "exponential of what is negative": (
-        [("Relu", ["_"], {}), ("Neg", ["_"], {}), ("Exp", ["_"], {})],
-        (0, 1),
-    ),
+        [("Relu", ["_"], {}), ("Neg", ["_"], {}), ("Exp", ["_"], {})], (0, 1)),
     "exponential": ([("Exp", ["_"], {})], (0, inf)),
     "sum": ([("Tanh", ["_"], {}), ("Add", ["_", "3"], {})], (2, 4)),
     "difference": ([("Tanh", ["_"], {}), ("Sub", ["3", "_"], {})], (2, 4)),
@@ -52,14 +50,10 @@ CASES = {
         (0, 4),
     ),
     "largest of windows": (
-        [("Tanh", ["_"], {}), ("MaxPool", ["_"], {"kernel_shape": [2], "pads": [1, 1]})],
-        (-1, 1),
-    ),
+        [("Tanh", ["_"], {}), ("MaxPool", ["_"], {"kernel_shape": [2], "pads": [1, 1]})], (-1, 1)),
     "moved about": (
-        [("Sigmoid", ["_"], {}), ("Transpose", ["_"], {}), ("Expand", ["_", "one"], {})],
-        (0, 1),
-    ),
-}
+        [("Sigmoid", ["_"], {}), ("Transpose", ["_"], {}), ("Expand", ["_", "one"], {})], (0, 1)),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("operators", "expected"), CASES.values(), ids=CASES)

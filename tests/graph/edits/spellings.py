@@ -56,14 +56,11 @@ ROWS = {
     "Add, bias first": Row("z = MatMul (h, w)  y = Add (b, z)", {"w": (D, OLD), "b": (1, OLD)}),
     "Gemm": Row(GEMM, {"w": (D, OLD), "b": (OLD,)}),
     "Gemm of torch": Row(
-        "y = Gemm <transB = 1> (h, w, b)", {"w": (OLD, D), "b": (OLD,)}, flipped=True
-    ),
+        "y = Gemm <transB = 1> (h, w, b)", {"w": (OLD, D), "b": (OLD,)}, flipped=True),
     "Gemm without bias": Row("y = Gemm <transB = 1> (h, w)", {"w": (OLD, D)}, flipped=True),
     "Transpose of a weight": Row(
-        "t = Transpose <perm = [1, 0]> (w)  y = MatMul (h, t)", {"w": (OLD, D)}
-    ),
-    "Softmax": Row("z = Gemm (h, w, b)  y = Softmax (z)",
-                   {"w": (D, OLD), "b": (OLD,)}, softmax),
+        "t = Transpose <perm = [1, 0]> (w)  y = MatMul (h, t)", {"w": (OLD, D)}),
+    "Softmax": Row("z = Gemm (h, w, b)  y = Softmax (z)", {"w": (D, OLD), "b": (OLD,)}, softmax),
     "Softmax in parts": Row(
         "z = MatMul (h, w)  m = ReduceMax (z, last)  c = Sub (z, m)  e = Exp (c) "
         "t = ReduceSum (e, last)  y = Div (e, t)",
@@ -80,24 +77,20 @@ ROWS = {
     ),
     "Softmax at a temperature": Row(
         "z = MatMul (h, w)  c = Mul (z, two)  y = Softmax (c)", {"w": (D, OLD)},
-        lambda z: softmax(2 * z), whole={"two": np.float32(2)},
-    ),
+        lambda z: softmax(2 * z), whole={"two": np.float32(2)}),
     "Reshape": Row(
-        "z = MatMul (h, w)  y = Reshape (z, to)", {"w": (D, OLD)}, whole={"to": ints(-1, OLD)}
-    ),
+        "z = MatMul (h, w)  y = Reshape (z, to)", {"w": (D, OLD)}, whole={"to": ints(-1, OLD)}),
     "Reshape with Concat": Row(
         "z = MatMul (h, w)  q = Shape <end = 1> (x)  to = Concat <axis = 0> (q, n) "
         "y = Reshape (z, to)", {"w": (D, OLD)}, whole={"n": ints(OLD)},
     ),
     "convolution": Row(
         "i = Reshape (h, to)  z = Conv (i, w, b)  p = GlobalAveragePool (z)  y = Flatten (p)",
-        {"w": (OLD, D, 1, 1), "b": (OLD,)}, whole={"to": ints(-1, D, 1, 1)}, flipped=True,
-    ),
+        {"w": (OLD, D, 1, 1), "b": (OLD,)}, whole={"to": ints(-1, D, 1, 1)}, flipped=True),
     "convolution and Add": Row(
         "i = Reshape (h, to)  z = Conv (i, w)  a = Add (z, b)  y = Reshape (a, flat)",
         {"w": (OLD, D, 1, 1), "b": (OLD, 1, 1)},
-        whole={"to": ints(-1, D, 1, 1), "flat": ints(0, OLD)}, flipped=True,
-    ),
+        whole={"to": ints(-1, D, 1, 1), "flat": ints(0, OLD)}, flipped=True),
     "transposed convolution": Row(
         "i = Reshape (h, to)  z = ConvTranspose (i, w, b)  p = GlobalAveragePool (z)  "
         "y = Flatten (p)",
@@ -105,8 +98,7 @@ ROWS = {
     ),
     "dequantized": Row(
         "v = DequantizeLinear <axis = 1> (q, s)  z = MatMul (h, v)  y = Add (z, b)",
-        {"s": (OLD,), "b": (OLD,)}, whole={"q": INTEGERS},
-    ),
+        {"s": (OLD,), "b": (OLD,)}, whole={"q": INTEGERS}),
     "rounded results": Row(
         "v = DequantizeLinear (q, s)  z = MatMul (h, v)  r = QuantizeLinear (z, s, o) "
         "y = DequantizeLinear (r, s, o)",
@@ -114,8 +106,7 @@ ROWS = {
     ),
     "four bits": Row(
         f"y = com.microsoft.MatMulNBits <K = {D}, N = {OLD}, bits = 4, block_size = 16> (h, q, s)",
-        {"s": (OLD,)}, whole={"q": np.zeros((OLD, 1, 8), np.uint8)},
-    ),
+        {"s": (OLD,)}, whole={"q": np.zeros((OLD, 1, 8), np.uint8)}),
     "eight bits, bias": Row(
         f"y = com.microsoft.MatMulNBits <K = {D}, N = {OLD}, bits = 8, block_size = 16>"
         " (h, q, s, , , b)",
@@ -134,13 +125,10 @@ ROWS = {
         whole={"q": INTEGERS, "p": np.arange(OLD, dtype=np.int8)},
     ),
     "dynamic product": Row(
-        "y = com.microsoft.DynamicQuantizeMatMul (h, q, s, p, b)",
-        {"s": (), "b": (OLD,)},
-        whole={"q": INTEGERS, "p": np.int8(0)},
-    ),
+        "y = com.microsoft.DynamicQuantizeMatMul (h, q, s, p, b)", {"s": (), "b": (OLD,)},
+        whole={"q": INTEGERS, "p": np.int8(0)}),
     "fused": Row(
-        "y = com.microsoft.FusedMatMul <transB = 1> (h, w)", {"w": (OLD, D)}, flipped=True
-    ),
+        "y = com.microsoft.FusedMatMul <transB = 1> (h, w)", {"w": (OLD, D)}, flipped=True),
     "tied": Row(
         "i = ArgMax <axis = 1, keepdims = 0> (h)  f = Gather (w, i)  g = Add (h, f) "
         "t = Transpose (w)  y = MatMul (g, t)",
@@ -148,8 +136,7 @@ ROWS = {
     ),
     "one probability": Row("z = MatMul (h, w)  y = Sigmoid (z)", {"w": (D, 1)}, old=1),
     "several probabilities": Row(
-        "z = MatMul (h, w)  y = Sigmoid (z)", {"w": (D, OLD)}, lambda z: 1 / (1 + np.exp(-z))
-    ),
+        "z = MatMul (h, w)  y = Sigmoid (z)", {"w": (D, OLD)}, lambda z: 1 / (1 + np.exp(-z))),
 }  # fmt: skip
 
 

@@ -169,10 +169,7 @@ LAYERS = {
                       {"w": normal(6, 3, 1, 1), "b": normal(6)}, "float[N,3,7,6] x", IMAGE),
     "clipped filters": (
         'y = com.microsoft.FusedConv <activation = "Clip", activation_params = [0.0, 6.0]> (x, w)',
-        {"w": normal(6, 3, 1, 1)},
-        "float[N,3,7,6] x",
-        IMAGE,
-    ),
+        {"w": normal(6, 3, 1, 1)}, "float[N,3,7,6] x", IMAGE),
     "fused product": (
         'y = com.microsoft.FusedGemm <activation = "LeakyRelu", activation_alpha = 0.5> (x, w, b)',
         {"w": normal(5, 7), "b": normal(7)}, "float[N,5] x", {"x": X}),

@@ -114,24 +114,19 @@ REFUSED = {
     "an unknown value": (GEMM, {"classes": 2, "at": "k"}, ke.UnknownNameError, r"'h' for the Gemm"),
     "a sum with data": (
         "z = MatMul (h, w)  y = Add (z, x)", {"classes": 2}, ke.ModelError,
-        r"no dense layer right before an output; name a value .*'h' for the MatMul",
-    ),
+        r"no dense layer right before an output; name a value .*'h' for the MatMul"),
     "two heads": (
         "z = MatMul (h, w)  v = MatMul (x, u)  y = Add (z, v)", {"classes": 2}, ke.ModelError,
-        r"several heads: .*'w', 6 × 10.*'u', 5 × 10",
-    ),
+        r"several heads: .*'w', 6 × 10.*'u', 5 × 10"),
     "two readers": (
         "z = MatMul (h, w)  v = MatMul (h, w)  y = Add (z, v)", {"classes": 2, "at": "h"},
-        ke.ModelError, r"'h' belongs to several products.*'v' for the MatMul.*'z' for the MatMul",
-    ),
+        ke.ModelError, r"'h' belongs to several products.*'v' for the MatMul.*'z' for the MatMul"),
     "a computed bias": ("y = Gemm (h, w, x)", {"classes": 2}, ke.UnsupportedError, "computed"),
     "a flat result": (
-        "z = MatMul (h, w)  y = Reshape (z, flat)", {"classes": 2}, ke.UnsupportedError, "Reshape",
-    ),
+        "z = MatMul (h, w)  y = Reshape (z, flat)", {"classes": 2}, ke.UnsupportedError, "Reshape"),
     "whole results": (
         "z = MatMul (h, w)  y = QuantizeLinear (z, one)", {"classes": 2}, ke.UnsupportedError,
-        "QuantizeLinear",
-    ),
+        "QuantizeLinear"),
 }  # fmt: skip
 
 

@@ -49,23 +49,16 @@ OLD_FORMS = {
     "flatten": (9, "y = Flatten <axis=1> (x)"),
     "upsample_linear": (7, 'y = Upsample <mode="linear", scales=[1.0, 1.0, 2.0]> (x)'),
     "resize_by_fraction": (
-        10,
-        'y = Resize <mode="nearest"> (x, s)',
-        "<float[3] s = {1, 1.5, 1.6}>",
-    ),
+        10, 'y = Resize <mode="nearest"> (x, s)', "<float[3] s = {1, 1.5, 1.6}>"),
     "resize_linear": (10, 'y = Resize <mode="linear"> (x, s)', "<float[3] s = {1, 1, 0.6}>"),
     "roi_align": (
-        10,
-        "u = Unsqueeze <axes=[0]> (x)  y = RoiAlign <output_width=2> (u, r, b)",
-        "<float[1,4] r = {0, 0, 2, 1}, int64[1] b = {0}>",
-    ),
+        10, "u = Unsqueeze <axes=[0]> (x)  y = RoiAlign <output_width=2> (u, r, b)",
+        "<float[1,4] r = {0, 0, 2, 1}, int64[1] b = {0}>"),
     "top_k": (9, "y, i = TopK <k=2> (x)"),
     "batch_norm_first_form": (
-        7,
-        "y = BatchNormalization <spatial=1> (x, s, s, s, v)",
-        "<float[3] s = {1, 2, 3}, float[3] v = {3, 2, 1}>",
-    ),
-}
+        7, "y = BatchNormalization <spatial=1> (x, s, s, s, v)",
+        "<float[3] s = {1, 2, 3}, float[3] v = {3, 2, 1}>"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("form", OLD_FORMS.values(), ids=OLD_FORMS)
@@ -89,20 +82,17 @@ BIAS, PAIR = np.array([1, 2, 3], np.float32), np.array([4, 5], np.float32)
 BROADCAST_FORMS = {
     "bias_of_gemm": (
         "f = Flatten (x)  y = Gemm <broadcast=1> (f, w, b)",
-        lambda x: x.reshape(-1, 4) @ WEIGHT + BIAS,
-    ),
+        lambda x: x.reshape(-1, 4) @ WEIGHT + BIAS),
     "channels": ("y = Add <broadcast=1, axis=1> (x, c)", lambda x: x + PAIR[:, None]),
     "axis_from_the_end": ("y = Add <broadcast=1, axis=-2> (x, c)", lambda x: x + PAIR[:, None]),
     "middle_axis": (
         "u = Unsqueeze <axes=[2, 4]> (x)  y = Sub <broadcast=1, axis=1> (u, c)",
-        lambda x: (x - PAIR[:, None])[:, :, None, :, None],
-    ),
+        lambda x: (x - PAIR[:, None])[:, :, None, :, None]),
     "two_axes": (
         "u = Unsqueeze <axes=[3]> (x)  y = Mul <broadcast=1, axis=1> (u, s)",
-        lambda x: (x * SQUARE)[..., None],
-    ),
+        lambda x: (x * SQUARE)[..., None]),
     "last_axis": ("h = Mul <broadcast=1> (x, c)  y = Sub (h, x)", lambda x: x * PAIR - x),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("body", "expected"), BROADCAST_FORMS.values(), ids=BROADCAST_FORMS)

@@ -47,21 +47,15 @@ CASES = {
     "GemmFastGelu": ([(2, 3), (3, 4), CHANNELS], {}, lambda x, w, b: fast_gelu(x @ w + b)),
     "GroupNorm": ([IMAGE, CHANNELS, CHANNELS], NORM, group_norm),
     "GroupNorm-swish": (
-        [IMAGE, CHANNELS, CHANNELS],
-        {**NORM, "activation": 1},
-        lambda *operands: group_norm(*operands, swish=True),
-    ),
+        [IMAGE, CHANNELS, CHANNELS], {**NORM, "activation": 1},
+        lambda *operands: group_norm(*operands, swish=True)),
     "GroupNorm-channels-first": (
-        [(2, 4, 3, 2), CHANNELS, CHANNELS],
-        {**NORM, "channels_last": 0},
-        lambda x, *rest: group_norm(x.transpose(0, 2, 3, 1), *rest).transpose(0, 3, 1, 2),
-    ),
+        [(2, 4, 3, 2), CHANNELS, CHANNELS], {**NORM, "channels_last": 0},
+        lambda x, *rest: group_norm(x.transpose(0, 2, 3, 1), *rest).transpose(0, 3, 1, 2)),
     "SkipGroupNorm": (
-        [IMAGE, CHANNELS, CHANNELS, IMAGE, CHANNELS],
-        NORM,
-        lambda x, scale, shift, skip, bias: group_norm(x + skip + bias, scale, shift),
-    ),
-}
+        [IMAGE, CHANNELS, CHANNELS, IMAGE, CHANNELS], NORM,
+        lambda x, scale, shift, skip, bias: group_norm(x + skip + bias, scale, shift)),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -21,20 +21,16 @@ ROWS, HEADS = (dict.fromkeys(("x", "x1", "x2"), f"float[{n}]") for n in ("1,3,8"
 CASES = {
     "new_operator": one_operator("SwiGLU", PAIR, opsets='"": 28', alpha=1.5),
     "new_operator_in_context": one_operator(
-        "LinearAttention", ROWS, results=("y", "state"), opsets='"": 27',
-        q_num_heads=2, kv_num_heads=2, update_rule="linear",
-    ),
+        "LinearAttention", ROWS, results=("y", "state"), opsets='"": 27', q_num_heads=2,
+        kv_num_heads=2, update_rule="linear"),
     "new_mode": one_operator(
-        "SpaceToDepth", {"x": "float[1,2,4,4]"}, opsets='"": 28', blocksize=2, mode="CRD"
-    ),
+        "SpaceToDepth", {"x": "float[1,2,4,4]"}, opsets='"": 28', blocksize=2, mode="CRD"),
     "more_types": one_operator(
-        "Einsum", {"x": "float[2,3]", "x1": "float[3,4]"}, opsets='"": 28', equation="ij,jk->ik"
-    ),
+        "Einsum", {"x": "float[2,3]", "x1": "float[3,4]"}, opsets='"": 28', equation="ij,jk->ik"),
     "unchanged": one_operator("Relu", {"x": "float[2,3]"}, opsets='"": 28'),
     "new_form_without_kernel": one_operator("Attention", HEADS, opsets='"": 25'),
     "other_domain": one_operator(
-        "FlexAttention", HEADS, opsets='"": 26, "ai.onnx.preview": 1', domain="ai.onnx.preview"
-    ),
+        "FlexAttention", HEADS, opsets='"": 26, "ai.onnx.preview": 1', domain="ai.onnx.preview"),
 }  # fmt: skip
 
 

@@ -57,19 +57,16 @@ LAYERS = {
     "SAME_UPPER": Layer((4, 5, 6), (4, 4, 2, 3), {"auto_pad": "SAME_UPPER"}),
     "SAME_LOWER": Layer((4, 5, 6), (4, 4, 2, 3), {"auto_pad": "SAME_LOWER"}),
     "SAME_UPPER, strides": Layer(
-        (4, 6, 7), (4, 4, 3, 2), {"auto_pad": "SAME_UPPER", "strides": [2, 2]}
-    ),
+        (4, 6, 7), (4, 4, 3, 2), {"auto_pad": "SAME_UPPER", "strides": [2, 2]}),
     "SAME_LOWER, strides": Layer(
-        (4, 6, 7), (4, 4, 3, 2), {"auto_pad": "SAME_LOWER", "strides": [2, 2]}
-    ),
+        (4, 6, 7), (4, 4, 3, 2), {"auto_pad": "SAME_LOWER", "strides": [2, 2]}),
     "VALID": Layer((4, 5, 6), (4, 4, 2, 3), {"auto_pad": "VALID"}),
     "one axis": Layer((4, 9), (6, 4, 3), {"pads": [2, 1], "dilations": [2]}),
     "three axes": Layer((4, 3, 4, 3), (4, 4, 2, 2, 2), {"pads": [1, 0, 1, 0, 1, 0]}),
     "transposed": Layer((4, 3, 4), (4, 5, 2, 3), {"pads": [1, 0, 0, 1]}, "ConvTranspose"),
     "transposed, strides": Layer(
-        (4, 3, 4), (4, 4, 3, 3), {"strides": [2, 2], "output_padding": [1, 1]}, "ConvTranspose"
-    ),
-}
+        (4, 3, 4), (4, 4, 3, 3), {"strides": [2, 2], "output_padding": [1, 1]}, "ConvTranspose"),
+}  # fmt: skip
 
 
 def assert_close(found, expected):
