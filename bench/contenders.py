@@ -4,14 +4,7 @@ from collections.abc import Mapping, Sequence
 from importlib import import_module
 from importlib.util import find_spec
 
-from kfac_engine.bench.jobs import (
-    INFLUENCE_USES,
-    LAPLACE_USES,
-    PRIMITIVES,
-    SELDOM,
-    STEP,
-    Contender,
-)
+from kfac_engine.bench.jobs import INFLUENCE_USES, LAPLACE_USES, PRIMITIVES, SELDOM, STEP, Contender
 from kfac_engine.errors import BackendError, InputError
 from kfac_engine.registry import Registry
 

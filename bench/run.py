@@ -32,11 +32,7 @@ from kfac_engine.bench.roofline import Roofline, SuiteConditions, ceiling, ceili
 from kfac_engine.bench.scaling import Point, run_scaling
 from kfac_engine.bench.stages import run_stages
 from kfac_engine.bench.suite_table import SuiteTable
-from kfac_engine.bench.training.suite import (
-    TRAINING_DEFAULTS,
-    TrainingOptions,
-    run_training,
-)
+from kfac_engine.bench.training.suite import TRAINING_DEFAULTS, TrainingOptions, run_training
 from kfac_engine.errors import BackendError, InputError
 from kfac_engine.registry import Registry
 from kfac_engine.system.writing import check_outputs

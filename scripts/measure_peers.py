@@ -17,12 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from curvlinops import (
-    EFLinearOperator,
-    EKFACLinearOperator,
-    GGNLinearOperator,
-    KFACLinearOperator,
-)
+from curvlinops import EFLinearOperator, EKFACLinearOperator, GGNLinearOperator, KFACLinearOperator
 from kronfluence.analyzer import Analyzer, prepare_model
 from kronfluence.arguments import FactorArguments, ScoreArguments
 from kronfluence.task import Task

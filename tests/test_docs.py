@@ -10,13 +10,7 @@ import pytest
 
 import kfac_engine as ke
 from kfac_engine.data import demo_model, digits
-from scripts import (
-    bench_tables,
-    list_approximations,
-    list_models,
-    list_modules,
-    list_options,
-)
+from scripts import bench_tables, list_approximations, list_models, list_modules, list_options
 from tests.nightly import nightly_but, seeds
 from tests.pages import blocks
 from tests.violations import assert_none

@@ -16,11 +16,7 @@ from kfac_engine.compat.convolution_factors import check_extraction
 from kfac_engine.compat.factors import InTowers, of_towers
 from kfac_engine.curvature.blocks.base import GradsList, Names
 from kfac_engine.curvature.blocks.embedding import EmbeddingKroneckerFB
-from kfac_engine.curvature.blocks.grouped import (
-    GroupedKroneckerFB,
-    single_filter,
-    square_of,
-)
+from kfac_engine.curvature.blocks.grouped import GroupedKroneckerFB, single_filter, square_of
 from kfac_engine.curvature.blocks.kronecker import (
     DENSE,
     DIAGONAL,

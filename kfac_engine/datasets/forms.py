@@ -25,13 +25,7 @@ import numpy as np
 from kfac_engine._types import Array
 from kfac_engine.backend.namespace import as_array
 from kfac_engine.datasets.examples import Batch, ExampleAxes
-from kfac_engine.datasets.files import (
-    is_path,
-    opened_inputs,
-    opened_targets,
-    separated,
-    shards_of,
-)
+from kfac_engine.datasets.files import is_path, opened_inputs, opened_targets, separated, shards_of
 from kfac_engine.datasets.shards import WHOLE, Examples, OrderedBatches, ShardFile, Share
 from kfac_engine.errors import InputError
 from kfac_engine.losses.observed import Targets, Weighted, weights_gathered

@@ -19,12 +19,7 @@ from kfac_engine.curvature.config import RelativeDamping, show_damping
 from kfac_engine.curvature.factors.base import FisherFactor
 from kfac_engine.curvature.schedule import is_planner_state
 from kfac_engine.errors import InputError, warn
-from kfac_engine.system.state_files import (
-    ENGINE_STATE,
-    form_of,
-    read_state,
-    write_state,
-)
+from kfac_engine.system.state_files import ENGINE_STATE, form_of, read_state, write_state
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,22 +40,12 @@ from kfac_engine.engine.options import (
 from kfac_engine.engine.parameter_entries import ParameterEntries
 from kfac_engine.engine.profiling import StageClock
 from kfac_engine.engine.rank_checks import check_ranks
-from kfac_engine.engine.report import (
-    LayerReport,
-    engine_summary,
-    large_factor_notes,
-    layer_reports,
-)
+from kfac_engine.engine.report import LayerReport, engine_summary, large_factor_notes, layer_reports
 from kfac_engine.engine.result import Result
 from kfac_engine.engine.rollback import Undo, ignore_overflow
 from kfac_engine.engine.shard import Shard
 from kfac_engine.engine.trainable_model import TrainableModel
-from kfac_engine.engine.validation import (
-    check_blocks,
-    check_load,
-    checked_extras,
-    checked_vectors,
-)
+from kfac_engine.engine.validation import check_blocks, check_load, checked_extras, checked_vectors
 from kfac_engine.errors import InputError, NotReadyError
 from kfac_engine.graph.load import ModelSource, declared_values
 from kfac_engine.layers.parameter_slices import Piece

@@ -15,10 +15,7 @@ from kfac_engine.engine.curvature_products import CurvatureProducts
 from kfac_engine.engine.evaluation import Evaluation
 from kfac_engine.engine.memory import require_gradient
 from kfac_engine.engine.metrics import MetricChoice
-from kfac_engine.engine.report import (
-    LossReport,
-    loss_reports,
-)
+from kfac_engine.engine.report import LossReport, loss_reports
 from kfac_engine.engine.result import Result
 from kfac_engine.errors import ExportWarning, UnsupportedError, warn
 from kfac_engine.graph.analysis.exporter_changes import ExportChanges, Tie, export_changes

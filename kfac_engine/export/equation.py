@@ -20,13 +20,7 @@ from kfac_engine.arguments import check_patterns
 from kfac_engine.autodiff.differentiate import needed
 from kfac_engine.autodiff.forward_builder import ForwardBuilder
 from kfac_engine.autodiff.forward_mode import Jet, Pairs, push_jets
-from kfac_engine.errors import (
-    ExportWarning,
-    InputError,
-    ShapeError,
-    UnsupportedError,
-    warn,
-)
+from kfac_engine.errors import ExportWarning, InputError, ShapeError, UnsupportedError, warn
 from kfac_engine.export.derivatives import (
     Output,
     check_example_axis,

@@ -42,13 +42,7 @@ from kfac_engine.graph.passes.train_form import in_train_form
 from kfac_engine.graph.passes.upcast import declared_halves, upcast
 from kfac_engine.graph.passes.weight_places import settle_places
 from kfac_engine.graph.structure import Graph, Input
-from kfac_engine.graph.tensors import (
-    densified,
-    element_type,
-    is_external,
-    nested_tensors,
-    to_array,
-)
+from kfac_engine.graph.tensors import densified, element_type, is_external, nested_tensors, to_array
 from kfac_engine.graph.write import MAX_BYTES, tensor, value_info
 from kfac_engine.system.memory_limits import require_memory, spelled
 from kfac_engine.system.reading import check_file

@@ -16,11 +16,7 @@ from kfac_engine._types import Array, Values
 from kfac_engine.backend.namespace import array_module, recordable
 from kfac_engine.errors import InputError, ShapeError
 from kfac_engine.losses.base import ElementwiseLoss
-from kfac_engine.losses.checks import (
-    class_numbers,
-    first_index,
-    smoothing,
-)
+from kfac_engine.losses.checks import class_numbers, first_index, smoothing
 from kfac_engine.losses.observed import Observed, times, total_weight
 
 

@@ -30,13 +30,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import numpy as np
 
 from kfac_engine._types import Array, Values
-from kfac_engine.backend.namespace import (
-    array_module,
-    as_array,
-    is_recorded,
-    on_device,
-    recordable,
-)
+from kfac_engine.backend.namespace import array_module, as_array, is_recorded, on_device, recordable
 from kfac_engine.backend.select import owner
 from kfac_engine.errors import (
     InputError,

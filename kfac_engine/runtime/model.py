@@ -39,12 +39,7 @@ from kfac_engine.graph.structure import Fact, Graph, Node
 from kfac_engine.runtime.context import SessionContext
 from kfac_engine.runtime.cpu.graph_passes import chosen_passes
 from kfac_engine.runtime.draws import Passes, start_name
-from kfac_engine.runtime.inputs import (
-    check_inputs,
-    check_parameters,
-    not_finite,
-    require_agreement,
-)
+from kfac_engine.runtime.inputs import check_inputs, check_parameters, not_finite, require_agreement
 from kfac_engine.runtime.lower import lowered, with_taken_branches
 from kfac_engine.runtime.model_sessions import BackwardSession, open_backward, open_forward
 from kfac_engine.runtime.sample_run import measured_facts, sample_facts

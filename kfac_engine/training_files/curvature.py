@@ -19,9 +19,7 @@ from kfac_engine.curvature.blocks.kronecker import relative_level
 from kfac_engine.curvature.factors.average import MovingAverage
 from kfac_engine.curvature.factors.base import FisherFactor
 from kfac_engine.curvature.factors.row_weights import ExampleWeights, LayerRows
-from kfac_engine.curvature.factors.statistics import (
-    rows_name,
-)
+from kfac_engine.curvature.factors.statistics import rows_name
 from kfac_engine.curvature.refreshes import early_rates, least_period
 from kfac_engine.curvature.sources import scaled
 from kfac_engine.engine.build import Assembly

@@ -12,12 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from onnx.reference.op_run import OpRun
 
-from tests.autodiff.definitions_sampling import (
-    AffineGrid,
-    DeformConv,
-    GridSample,
-    MaxRoiPool,
-)
+from tests.autodiff.definitions_sampling import AffineGrid, DeformConv, GridSample, MaxRoiPool
 
 
 class ConvTranspose(OpRun):

@@ -2,18 +2,7 @@
 
 import numpy as np
 
-from tests.autodiff.harness import (
-    N,
-    Operand,
-    case,
-    distinct,
-    indices,
-    k,
-    normal,
-    p,
-    positive,
-    x,
-)
+from tests.autodiff.harness import N, Operand, case, distinct, indices, k, normal, p, positive, x
 
 _NONE = k([])
 

@@ -10,17 +10,7 @@ from kfac_engine.errors import UnsupportedOpError
 from kfac_engine.runtime.model import load_model
 from kfac_engine.runtime.sample_run import measured_facts
 from tests import models
-from tests.autodiff.harness import (
-    DTYPES,
-    bench,
-    case,
-    distinct,
-    finite_differences,
-    flags,
-    k,
-    p,
-    x,
-)
+from tests.autodiff.harness import DTYPES, bench, case, distinct, finite_differences, flags, k, p, x
 
 RUNTIMES = ("reference", "ort")
 # Each result is one or two multiplications: a rounding of float32.

@@ -8,10 +8,7 @@ import numpy as np
 import pytest
 
 from kfac_engine.bench import jobs, run
-from kfac_engine.bench.contenders import (
-    DEFINITION,
-    OURS,
-)
+from kfac_engine.bench.contenders import DEFINITION, OURS
 from kfac_engine.bench.measure import measure
 from kfac_engine.bench.processes import running
 from kfac_engine.bench.resource_usage import Usage

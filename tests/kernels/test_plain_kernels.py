@@ -10,12 +10,7 @@ from kfac_engine.kernels.averages import count_ids, update_average
 from kfac_engine.kernels.moments import mirror
 from kfac_engine.kernels.patches import write_patches
 from kfac_engine.kernels.small_products import Product, small_products
-from kfac_engine.kernels.spans import (
-    Combination,
-    combine,
-    find_infinite,
-    multiply_pairs,
-)
+from kfac_engine.kernels.spans import Combination, combine, find_infinite, multiply_pairs
 from tests.backend import truths
 from tests.backend.geometries import CORNERS, STRIDED, Case
 from tests.cuda_on_cpu.device import ShimDevice

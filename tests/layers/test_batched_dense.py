@@ -6,11 +6,7 @@ import pytest
 from kfac_engine._types import Rows
 from kfac_engine.backend.cpu.backend import NumpyBackend
 from kfac_engine.errors import InputError, ShapeError, UnsupportedError
-from kfac_engine.layers.grouped import (
-    StackedDensePacking,
-    StackedDenseView,
-    stacked_dense_form,
-)
+from kfac_engine.layers.grouped import StackedDensePacking, StackedDenseView, stacked_dense_form
 
 SLOTS, D, K = 3, 4, 2
 rng = np.random.default_rng(0)

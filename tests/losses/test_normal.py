@@ -4,10 +4,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from kfac_engine.losses import (
-    NormalMeanNegativeLogProbLoss,
-    NormalMeanVarianceNegativeLogProbLoss,
-)
+from kfac_engine.losses import NormalMeanNegativeLogProbLoss, NormalMeanVarianceNegativeLogProbLoss
 from tests.losses.loss_cases import CASES, by_name, dense_fisher
 from tests.oracle import derivative
 

@@ -11,12 +11,7 @@ from kfac_engine._types import Array, DType
 from kfac_engine.backend.cuda import recursive_inverse
 from kfac_engine.backend.cuda.device import CupyDevice
 from kfac_engine.backend.cuda.inverse_roots import inverse_roots
-from kfac_engine.backend.cuda.matrix_batches import (
-    COPIES,
-    DampedMatrices,
-    MatrixBatches,
-    Work,
-)
+from kfac_engine.backend.cuda.matrix_batches import COPIES, DampedMatrices, MatrixBatches, Work
 from kfac_engine.errors import BackendError, InputError
 from kfac_engine.kernels.symmetric import narrow
 

@@ -18,30 +18,10 @@ from kfac_engine.backend.channel_groups import Accumulation
 from kfac_engine.backend.cuda import recipes
 from kfac_engine.backend.cuda.recipes import MOST_POSITIONS, Product, Recipe, Terms, image_geometry
 from kfac_engine.backend.window import Window, pointwise
-from kfac_engine.kernels.geometry import (
-    AXES,
-    JOB,
-    SUM,
-    Geometry,
-    Struct,
-    grid_struct,
-    words,
-)
+from kfac_engine.kernels.geometry import AXES, JOB, SUM, Geometry, Struct, grid_struct, words
 from kfac_engine.kernels.launch import Device
-from kfac_engine.kernels.moments import (
-    TILE,
-    UNIT_DEPTH,
-    Layer,
-    Pass,
-    Scales,
-    add_unit_products,
-)
-from kfac_engine.kernels.pairs import (
-    DEPTH,
-    ROW_DEPTH,
-    add_pair_products,
-    padded,
-)
+from kfac_engine.kernels.moments import TILE, UNIT_DEPTH, Layer, Pass, Scales, add_unit_products
+from kfac_engine.kernels.pairs import DEPTH, ROW_DEPTH, add_pair_products, padded
 from kfac_engine.kernels.patches import add_borders
 from kfac_engine.kernels.tuned import PATCHES, PIXELS, ROWS, UNITS, Choice
 

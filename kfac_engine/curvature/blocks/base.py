@@ -6,11 +6,7 @@ from math import isfinite, prod
 from typing import ClassVar, Protocol, TypeAlias, TypeVar
 
 from kfac_engine._types import Array, Params, Rows, Vector
-from kfac_engine.curvature.config import (
-    LEAST_EIGENVALUE,
-    RelativeDamping,
-    as_damping,
-)
+from kfac_engine.curvature.config import LEAST_EIGENVALUE, RelativeDamping, as_damping
 from kfac_engine.curvature.factors.base import FisherFactor
 from kfac_engine.curvature.factors.eigenbasis import EigenbasisFactor
 from kfac_engine.curvature.factors.owner import Factor, FactorOwner

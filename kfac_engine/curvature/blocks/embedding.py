@@ -7,12 +7,7 @@ product with ``Rows`` reads these rows only.
 
 from kfac_engine._types import Array, Rows, Vector
 from kfac_engine.curvature.blocks.base import ExampleReader, Found, GradsList
-from kfac_engine.curvature.blocks.kronecker import (
-    DENSE,
-    DIAGONAL,
-    KroneckerProductFB,
-    Side,
-)
+from kfac_engine.curvature.blocks.kronecker import DENSE, DIAGONAL, KroneckerProductFB, Side
 from kfac_engine.curvature.factors.owner import FactorOwner
 from kfac_engine.curvature.factors.row_weights import LayerRows
 from kfac_engine.curvature.factors.tables import (

@@ -19,13 +19,7 @@ from kfac_engine.errors import InputError, ModelError, UnsupportedError
 from kfac_engine.graph.analysis.exporter_changes import is_generated, module_path
 from kfac_engine.graph.analysis.trainable import matching
 from kfac_engine.graph.edits.model import EditedModel, attribute, operand, operator
-from kfac_engine.graph.edits.products import (
-    ACTIVATIONS,
-    Form,
-    Product,
-    products,
-    write_unrounded,
-)
+from kfac_engine.graph.edits.products import ACTIVATIONS, Form, Product, products, write_unrounded
 from kfac_engine.graph.load import ModelSource
 from kfac_engine.graph.write import ModelProto
 

@@ -6,12 +6,7 @@ from scipy.sparse.linalg import aslinearoperator, cg, eigsh
 
 import kfac_engine as ke
 from tests import models, oracle
-from tests.analysis.fisher_matrix.dense import (
-    DOUBLE,
-    MODELS,
-    assert_close,
-    uneven,
-)
+from tests.analysis.fisher_matrix.dense import DOUBLE, MODELS, assert_close, uneven
 
 N = 6
 

@@ -9,18 +9,9 @@ from scipy.linalg import lapack
 from kfac_engine.backend.cpu.backend import NumpyBackend
 from kfac_engine.backend.cuda import device, inverse_roots, linear_algebra, recursive_inverse
 from kfac_engine.backend.cuda.backend import CupyBackend
-from kfac_engine.errors import (
-    BackendError,
-    InputError,
-    MemoryLimitError,
-    NonFiniteError,
-)
+from kfac_engine.errors import BackendError, InputError, MemoryLimitError, NonFiniteError
 from tests.backend import cupy_standin, standin_solvers, standin_streams
-from tests.backend.single_matrices import (
-    OPERATIONS,
-    damped_inverse,
-    triangular_inverse,
-)
+from tests.backend.single_matrices import OPERATIONS, damped_inverse, triangular_inverse
 
 NUMPY = NumpyBackend()
 # Computed in float64 both times; one rounding to the type of the matrix.

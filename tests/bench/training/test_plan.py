@@ -3,11 +3,7 @@
 import pytest
 
 from kfac_engine.bench.training.methods import METHODS
-from kfac_engine.bench.training.plan import (
-    COLLECTIONS,
-    Group,
-    groups,
-)
+from kfac_engine.bench.training.plan import COLLECTIONS, Group, groups
 from kfac_engine.bench.training.run import Outcome, Point
 from kfac_engine.bench.training.tasks import TASKS, find_task
 from kfac_engine.errors import InputError, UnknownNameError

@@ -6,12 +6,7 @@ import pytest
 
 from kfac_engine.bench.training.plan import Group
 from kfac_engine.bench.training.run import Outcome, Point, Run
-from kfac_engine.bench.training.summary import (
-    Moment,
-    compare,
-    group_row,
-    reached,
-)
+from kfac_engine.bench.training.summary import Moment, compare, group_row, reached
 
 
 def curve(*pairs, accuracies=None):

@@ -7,14 +7,7 @@ import pytest
 
 import kfac_engine as ke
 from tests import models
-from tests.lifecycle import (
-    Block,
-    as_matrix,
-    damped_block,
-    observe,
-    plain_packing,
-    second_moment,
-)
+from tests.lifecycle import Block, as_matrix, damped_block, observe, plain_packing, second_moment
 
 EXACT = 1e-12  # float64 sums of some dozen terms of size one
 DAMPING = 0.2

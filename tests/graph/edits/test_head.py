@@ -8,19 +8,7 @@ from onnx import helper
 import kfac_engine as ke
 from kfac_engine.data import demo_model, digits
 from tests import models
-from tests.graph.edits.spellings import (
-    GEMM,
-    NEW,
-    OLD,
-    ROWS,
-    D,
-    Row,
-    X,
-    ints,
-    run,
-    shape,
-    weights,
-)
+from tests.graph.edits.spellings import GEMM, NEW, OLD, ROWS, D, Row, X, ints, run, shape, weights
 
 # float32 products of a few dozen terms.
 RTOL = 1e-5
