@@ -251,11 +251,7 @@ def window(layer: Layer) -> Window:
 
 
 def factor_works(
-    backend: CupyBackend,
-    name: str,
-    layers: Sequence[Layer],
-    batch: int,
-    peer: Peer,
+    backend: CupyBackend, name: str, layers: Sequence[Layer], batch: int, peer: Peer
 ) -> Iterator[Work]:
     """Yield input factors of each kind of filter, then all input factors and all output factors.
 

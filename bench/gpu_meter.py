@@ -393,10 +393,7 @@ class Meter:
 def describe(backend: CupyBackend) -> str:
     """Return the names of the device, its driver and the libraries."""
     runtime = backend.xp.cuda.runtime
-    versions = {
-        "driver for CUDA": runtime.driverGetVersion(),
-        "CUDA": runtime.runtimeGetVersion(),
-    }
+    versions = {"driver for CUDA": runtime.driverGetVersion(), "CUDA": runtime.runtimeGetVersion()}
     packages = [
         f"{name} {number // 1000}.{number % 1000 // 10}" for name, number in versions.items()
     ]

@@ -60,10 +60,7 @@ class Row:
 
 
 def measure(
-    job: Job,
-    processes: Mapping[str, Process],
-    ceiling: Roofline,
-    repeats: int | None = None,
+    job: Job, processes: Mapping[str, Process], ceiling: Roofline, repeats: int | None = None
 ) -> list[Row]:
     """Check the results of a job, and return a row for each timed contender.
 

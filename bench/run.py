@@ -88,10 +88,7 @@ Suite: TypeAlias = Callable[[Setting, str], Sequence[Any]]
 
 
 def run_suites(
-    names: Sequence[str] = (),
-    json_path: str | Path | None = None,
-    *,
-    options: Options = DEFAULTS,
+    names: Sequence[str] = (), json_path: str | Path | None = None, *, options: Options = DEFAULTS
 ) -> None:
     """Run suites and print a table for each.
 

@@ -88,11 +88,7 @@ def test_block_products_equal_dense_fisher_products(name):
     )
     inputs = models.random_inputs(model, BATCH)
     engine = ke.Engine.from_onnx(
-        model,
-        loss="normal",
-        estimation_mode="exact",
-        reduction="batch_mean",
-        damping=DAMPING,
+        model, loss="normal", estimation_mode="exact", reduction="batch_mean", damping=DAMPING
     )
     kinds = {layer.parameters: layer.kind for layer in engine.layers}
     engine.observe(inputs)

@@ -89,10 +89,7 @@ def test_first_batch_of_ekfac_is_measured_in_the_basis_of_all_its_sources(mode):
     model = models.mlp((3, 3, 4), dtype="float64")
     inputs, targets = models.random_inputs(model, batch=9), np.arange(9) % 4
     engine = ke.Engine.from_onnx(
-        model,
-        loss="categorical",
-        estimation_mode=mode,
-        approximations={"fully_connected": "ekfac"},
+        model, loss="categorical", estimation_mode=mode, approximations={"fully_connected": "ekfac"}
     )
     engine.update_statistics(engine.trace(inputs, targets))  # without a refresh
     for parameters, block in engine.collection.fisher_blocks.items():

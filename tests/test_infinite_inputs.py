@@ -65,10 +65,7 @@ FINITE = {
         ),
         Case(attention("bool[N,3,3]", "Where(mask, s, low)"), {"x": X, "mask": PLACES}),
     ),
-    "missing values": (
-        Case(IMPUTED, {"x": HOLES}),
-        Case(IMPUTED, {"x": np.nan_to_num(HOLES)}),
-    ),
+    "missing values": (Case(IMPUTED, {"x": HOLES}), Case(IMPUTED, {"x": np.nan_to_num(HOLES)})),
 }
 # The NaN reaches the output, or the gradient of W alone.
 SPOILED = Case(model_of("float[N,3,4] x", "y = MatMul(x, W)"), {"x": HOLES})

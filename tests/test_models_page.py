@@ -16,7 +16,7 @@ pytestmark = [
     pytest.mark.skipif(
         onnx.__version__ != WRITTEN_WITH,
         reason=f"docs/models.md is about the models of onnx {WRITTEN_WITH}",
-    ),
+    )
 ]
 NETWORKS = {path.stem: path for path in sorted((list_models.DATA / "light").glob("*.onnx"))}
 

@@ -60,10 +60,7 @@ CONDITIONS = {
     "made twice": "going = Identity (c)  going = Identity (c)",
     "operand made again": "c = Identity (going)  going = Identity (c)",
 }
-STATES = {
-    "copy of itself": "h = Identity (h)",
-    "two copies": "h = Identity (b)  b = Identity (h)",
-}
+STATES = {"copy of itself": "h = Identity (h)", "two copies": "h = Identity (b)  b = Identity (h)"}
 
 
 def loop(going, state):

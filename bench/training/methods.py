@@ -124,12 +124,7 @@ def _lbfgs(engine: ke.Engine, rate: float | None, options: Mapping[str, Any]) ->
 _ADAM = (0.001, 0.002, 0.004, 0.008, 0.016)
 _HIGH_ADAM = (0.002, 0.004, 0.008, 0.016, 0.032)
 _LOW_ADAM = (0.0005, 0.001, 0.002, 0.004, 0.008)
-_ADAM_RATES = {
-    "mlp": _LOW_ADAM,
-    "cnn": _LOW_ADAM,
-    "digits": _HIGH_ADAM,
-    "function": _HIGH_ADAM,
-}
+_ADAM_RATES = {"mlp": _LOW_ADAM, "cnn": _LOW_ADAM, "digits": _HIGH_ADAM, "function": _HIGH_ADAM}
 # Losses that sum over pixels have larger gradients.
 _LOW_SGD = (0.0003, 0.001, 0.003, 0.01, 0.03)
 _SGD_RATES = {

@@ -184,10 +184,7 @@ class ModelBuilder:
         return self.op("LayerNormalization", x, scale, shift, to=name, axis=-1, epsilon=1e-5)
 
     def model(
-        self,
-        shape: tuple[int | str, ...],
-        result: tuple[int | str, ...],
-        dtype: np.dtype = F32,
+        self, shape: tuple[int | str, ...], result: tuple[int | str, ...], dtype: np.dtype = F32
     ) -> Model:
         """Return the model; the shapes are of an example of the input and of the output."""
         source = Input(INPUT, dtype, ("N", *shape))

@@ -105,11 +105,7 @@ class Trainer:
         seed: int,
     ) -> None:
         self._engine = ke.Engine.from_onnx(
-            model.data,
-            loss=task.loss,
-            trainable=tuple(model.weights),
-            threads=1,
-            seed=seed,
+            model.data, loss=task.loss, trainable=tuple(model.weights), threads=1, seed=seed
         )
         self._step = method.factory(self._engine, rate, options)
         self._squared, self._validated = task.squared, task.validated
@@ -178,11 +174,7 @@ class _Course:
     """The course of a run: its clock, its losses and its evaluations."""
 
     def __init__(
-        self,
-        run: Run,
-        method: Method,
-        trainer: Trainer,
-        held_out: Callable[[], Iterable[Batch]],
+        self, run: Run, method: Method, trainer: Trainer, held_out: Callable[[], Iterable[Batch]]
     ) -> None:
         self._run, self._method, self._trainer, self._held_out = run, method, trainer, held_out
         self._steps, self._cpu, self._wall = 0, 0.0, 0.0

@@ -128,10 +128,7 @@ def _last_marked(
 
 
 def left_out(
-    graph: Graph,
-    facts: Mapping[str, Fact],
-    outputs: Iterable[str],
-    parameters: Sequence[str],
+    graph: Graph, facts: Mapping[str, Fact], outputs: Iterable[str], parameters: Sequence[str]
 ) -> dict[str, str]:
     """Return parameters whose derivative is zero or does not exist because of rounding.
 

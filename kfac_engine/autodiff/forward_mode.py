@@ -336,11 +336,7 @@ class _Sweep:
         return {y: b.total(terms)} if terms else {}
 
     def _note_steps(
-        self,
-        node: Node,
-        results: Collection[str],
-        stops: Collection[str],
-        values: Collection[str],
+        self, node: Node, results: Collection[str], stops: Collection[str], values: Collection[str]
     ) -> None:
         """List a node as bent if results without a derivative by ``values`` change with them.
 

@@ -142,11 +142,7 @@ _SENTENCE = 24
 
 
 def print_table(
-    title: str,
-    header: Sequence[str],
-    rows: Sequence[Sequence[object]],
-    *,
-    sentences: str = "",
+    title: str, header: Sequence[str], rows: Sequence[Sequence[object]], *, sentences: str = ""
 ) -> None:
     """Print a table, or a list of its rows in a terminal that is too narrow for it.
 

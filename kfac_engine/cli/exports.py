@@ -174,11 +174,7 @@ _KINDS = (
     options=_KINDS,
 )  # fmt: skip
 def run_derivatives(
-    model: Path,
-    wrt: str,
-    options: dict[str, Any],
-    inputs: Path | None,
-    target: Path,
+    model: Path, wrt: str, options: dict[str, Any], inputs: Path | None, target: Path
 ) -> None:
     """Write derivatives with respect to an input as a plain ONNX model."""
     import kfac_engine as ke

@@ -156,12 +156,7 @@ def write_npz(path: Path, arrays: Mapping[str, Array]) -> None:
 
 
 def file_batches(
-    assembly: Assembly,
-    data: Any,
-    size: int | None,
-    passes: int = 1,
-    *,
-    labeled: bool = False,
+    assembly: Assembly, data: Any, size: int | None, passes: int = 1, *, labeled: bool = False
 ) -> "ShownBatches":
     """Return data in a form of ``fit`` as batches with a bar.
 

@@ -68,12 +68,7 @@ _POSTERIOR = (
     files=_FILES,
     prior=_POSTERIOR,
 )
-def laplace(
-    model: Path,
-    files: SimpleNamespace,
-    prior: SimpleNamespace,
-    as_json: bool,
-) -> None:
+def laplace(model: Path, files: SimpleNamespace, prior: SimpleNamespace, as_json: bool) -> None:
     """Predict with the uncertainty of the parameters, by a Laplace approximation."""
     from kfac_engine.cli.files import check_files, read_data, with_weights, write_npz
     from kfac_engine.system.arrays import map_arrays

@@ -308,10 +308,7 @@ class FullyConnectedDiagonalFB(LayerDiagonalFB):
     """The diagonal of a dense layer's block."""
 
     def __init__(
-        self,
-        layer_collection: FactorOwner,
-        has_bias: bool = False,
-        weight_format: str = "IO",
+        self, layer_collection: FactorOwner, has_bias: bool = False, weight_format: str = "IO"
     ) -> None:
         super().__init__(layer_collection, dense_form(weight_format, has_bias))
 

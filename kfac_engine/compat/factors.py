@@ -63,10 +63,7 @@ class NaiveFullFactor(InTowers, DenseSquareMatrixFactor):
     """
 
     def __init__(
-        self,
-        params_grads: Sequence[Tower],
-        batch_size: int | str,
-        **options: Unpack[FactorOptions],
+        self, params_grads: Sequence[Tower], batch_size: int | str, **options: Unpack[FactorOptions]
     ) -> None:
         statistics = [(GradientOuter(uses_of(s), (batch_size,)),) for s in params_grads]
         super().__init__(statistics, **options)
@@ -80,10 +77,7 @@ class NaiveDiagonalFactor(InTowers, DiagonalFactor):
     """
 
     def __init__(
-        self,
-        params_grads: Sequence[Tower],
-        batch_size: int | str,
-        **options: Unpack[FactorOptions],
+        self, params_grads: Sequence[Tower], batch_size: int | str, **options: Unpack[FactorOptions]
     ) -> None:
         statistics = [(GradientSquare(uses_of(s), (batch_size,)),) for s in params_grads]
         super().__init__(statistics, **options)

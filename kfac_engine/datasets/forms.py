@@ -40,12 +40,7 @@ FILE_BATCH = 128
 
 
 def batches_of(
-    data: Data,
-    axes: ExampleAxes,
-    *,
-    passes: int = 1,
-    labeled: bool = True,
-    size: int | None = None,
+    data: Data, axes: ExampleAxes, *, passes: int = 1, labeled: bool = True, size: int | None = None
 ) -> Iterable[Batch]:
     """Return data as batches of inputs by name and targets, in the order of the examples.
 

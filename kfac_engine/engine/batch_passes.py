@@ -428,10 +428,7 @@ class BatchPasses:
         return sqrt(fsum(backend.squared_norms([*gradients.values()])))
 
     def _summed(
-        self,
-        gradients: dict[str, Array],
-        features: FeaturePowers | None,
-        division: Division | None,
+        self, gradients: dict[str, Array], features: FeaturePowers | None, division: Division | None
     ) -> Mapping[str, Array | Rows]:
         """Sum gradients over several processes, and the powers of features in place."""
         powers = None if features is None else features.sums

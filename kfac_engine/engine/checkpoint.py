@@ -253,9 +253,7 @@ def _factor_faults(
 
 
 def _factor_differences(
-    factors: Sequence[FisherFactor],
-    saved: Sequence[_Entry],
-    arrays: Sequence[Mapping[str, Array]],
+    factors: Sequence[FisherFactor], saved: Sequence[_Entry], arrays: Sequence[Mapping[str, Array]]
 ) -> list[str]:
     differences = []
     if len(saved) != len(factors):

@@ -432,11 +432,7 @@ class Engine(Summarized, TrainableModel):
         return self._footprint_of(accumulate, statistics).peak(batch_size)
 
     def require_memory(
-        self,
-        inputs: Inputs,
-        *,
-        statistics: float = True,
-        more: Callable[[], int] = lambda: 0,
+        self, inputs: Inputs, *, statistics: float = True, more: Callable[[], int] = lambda: 0
     ) -> None:
         """Refuse a batch that does not fit into the available memory, before it is computed.
 

@@ -389,11 +389,7 @@ class SampleSpace(CurvatureProducts):
         )
 
     def _factors(
-        self,
-        trace: Trace,
-        number: int,
-        shape: tuple[int, ...],
-        before: Sequence[LossRows | None],
+        self, trace: Trace, number: int, shape: tuple[int, ...], before: Sequence[LossRows | None]
     ) -> LossRows | None:
         """Return all rows of a loss as factors; None where products take passes.
 

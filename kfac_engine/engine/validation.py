@@ -75,10 +75,7 @@ def check_mode(estimation_mode: str, heads: Sequence[LossBinding], batch: Batch)
 
 
 def checked_vectors(
-    model: OnnxModel,
-    backend: Backend,
-    vectors: Mapping[str, Array],
-    what: str = "the gradient of",
+    model: OnnxModel, backend: Backend, vectors: Mapping[str, Array], what: str = "the gradient of"
 ) -> dict[str, Array]:
     """Check arrays of a caller that have the shapes of parameters, such as gradients.
 

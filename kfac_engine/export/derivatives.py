@@ -390,10 +390,7 @@ def feature_sizes(
 
 
 def chosen_outputs(
-    graph: Graph,
-    facts: Mapping[str, Fact],
-    wrt: Sequence[str],
-    outputs: str | Sequence[str] | None,
+    graph: Graph, facts: Mapping[str, Fact], wrt: Sequence[str], outputs: str | Sequence[str] | None
 ) -> tuple[str, ...]:
     """Return the values to differentiate, which depend on one of the inputs ``wrt``."""
     active, inputs = activity(graph, facts, wrt).active, "' or '".join(wrt)

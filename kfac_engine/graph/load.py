@@ -373,9 +373,7 @@ def _declare_constants(graph: onnx.GraphProto, constants: Mapping[str, Array]) -
 
 
 def _inputs(
-    entries: Iterable[onnx.ValueInfoProto],
-    constants: Collection[str],
-    stored: Mapping[str, DType],
+    entries: Iterable[onnx.ValueInfoProto], constants: Collection[str], stored: Mapping[str, DType]
 ) -> Iterator[Input]:
     for entry in entries:
         if entry.name in constants:

@@ -98,12 +98,7 @@ class RowView:
     ) -> None:
         self._check(x.shape)
         backend.second_moment(
-            x,
-            out,
-            feature_axis=self.feature_axis,
-            homogeneous=homogeneous,
-            alpha=alpha,
-            beta=beta,
+            x, out, feature_axis=self.feature_axis, homogeneous=homogeneous, alpha=alpha, beta=beta
         )
 
     def rows(self, x: Array, backend: Backend) -> Array:

@@ -80,14 +80,7 @@ class Operations:
         self._add_moment(rows.reshape(-1, rows.shape[-1]), out, homogeneous, alpha, beta)
 
     def patch_second_moment(
-        self,
-        x: Symbol,
-        window: Window,
-        out: Symbol,
-        *,
-        homogeneous: bool,
-        alpha: Any,
-        beta: Any,
+        self, x: Symbol, window: Window, out: Symbol, *, homogeneous: bool, alpha: Any, beta: Any
     ) -> None:
         """Compute ``out ← beta·out + alpha·Σ z zᵀ`` over patches; see ``Backend``."""
         rows = self.patches(x, window)

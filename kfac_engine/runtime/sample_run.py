@@ -169,10 +169,7 @@ class SampleRun:
     """
 
     def __init__(
-        self,
-        graph: Graph,
-        what: str = "a sample run",
-        facts: Mapping[str, Fact] | None = None,
+        self, graph: Graph, what: str = "a sample run", facts: Mapping[str, Fact] | None = None
     ) -> None:
         self._graph, self._facts = graph, facts
         self._what = f"{what} of '{graph.name}'"

@@ -101,10 +101,7 @@ class DeviceSession(session.Uncopied):
         return self.run_into({}, feeds, outputs)
 
     def run_into(
-        self,
-        results: Mapping[str, Array],
-        feeds: Mapping[str, Array],
-        others: Sequence[str] = (),
+        self, results: Mapping[str, Array], feeds: Mapping[str, Array], others: Sequence[str] = ()
     ) -> dict[str, Array]:
         """Write values of outputs to arrays of the caller without a copy, and return ``others``.
 

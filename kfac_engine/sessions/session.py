@@ -135,10 +135,7 @@ class Session(Uncopied):
         return run({}, feeds, outputs)
 
     def run_into(
-        self,
-        results: Mapping[str, Array],
-        feeds: Mapping[str, Array],
-        others: Sequence[str] = (),
+        self, results: Mapping[str, Array], feeds: Mapping[str, Array], others: Sequence[str] = ()
     ) -> dict[str, Array]:
         """Write values of outputs to arrays of the caller without a copy, and return ``others``.
 

@@ -62,19 +62,13 @@ FORMS = {
         saved(place / "x.npy", np.save, X),
         saved(place / "y.npz", np.savez, labels=Y),
     ),
-    "a dictionary of files": lambda place: {
-        "x": saved(place / "x.npy", np.save, X),
-        "targets": Y,
-    },
+    "a dictionary of files": lambda place: {"x": saved(place / "x.npy", np.save, X), "targets": Y},
     "a folder of archives": lambda place: folder(place / "shards", "npz"),
     "a folder of arrays": lambda place: folder(place / "shards", "npy"),
     "a list of pairs": lambda _: parts(),
     "a list of lists": lambda _: [[{"x": x}, y] for x, y in parts()],
     "a list of dictionaries": lambda _: [{"x": x, "targets": y} for x, y in parts()],
-    "two dictionaries": lambda _: (
-        {"x": X[:5], "targets": Y[:5]},
-        {"x": X[5:], "targets": Y[5:]},
-    ),
+    "two dictionaries": lambda _: ({"x": X[:5], "targets": Y[:5]}, {"x": X[5:], "targets": Y[5:]}),
     "a loader": lambda _: Loader(),
 }
 UNLABELED = {

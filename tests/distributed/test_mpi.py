@@ -207,8 +207,7 @@ def end_of(part, folder):
 
 
 @pytest.mark.parametrize(
-    "part",
-    nightly_but(["raise_error", "leave"], [part for part in ENDS if part != "run_command"]),
+    "part", nightly_but(["raise_error", "leave"], [part for part in ENDS if part != "run_command"])
 )
 def test_a_process_that_fails_ends_the_job(part, tmp_path):
     job = end_of(part, tmp_path)

@@ -186,11 +186,7 @@ def test_cotangents_of_ranks_are_those_of_one_process(mode, case, data):
 
 @pytest.mark.parametrize(
     ("counts", "expected"),
-    [
-        ((5,), [(0, 5)]),
-        ((2, 0, 3), [(0, 2), (2, 0), (2, 3)]),
-        ((0, 4), [(0, 0), (0, 4)]),
-    ],
+    [((5,), [(0, 5)]), ((2, 0, 3), [(0, 2), (2, 0), (2, 3)]), ((0, 4), [(0, 0), (0, 4)])],
 )
 def test_rows_of_ranks_are_consecutive(counts, expected):
     assert [(rows.start, rows.count) for rows in rows_of(counts)] == expected

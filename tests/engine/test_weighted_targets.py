@@ -585,10 +585,7 @@ def heads(**options):
     """An engine with two losses, and a batch of 5 examples."""
     model, rng = models.two_outputs(), np.random.default_rng(0)
     inputs = {"input": rng.normal(size=(5, 5)).astype(np.float32)}
-    targets = {
-        "logits": rng.integers(0, 3, 5),
-        "mean": rng.normal(size=(5, 2)).astype(np.float32),
-    }
+    targets = {"logits": rng.integers(0, 3, 5), "mean": rng.normal(size=(5, 2)).astype(np.float32)}
     chosen = {"logits": "categorical", "mean": "normal"}
     return engine(model, loss=chosen, reduction="batch_mean", **options), inputs, targets
 

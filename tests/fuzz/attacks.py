@@ -134,10 +134,7 @@ ATTACKS: dict[str, tuple[Callable[[int], bytes], Callable[[Path], object]]] = {
         lambda p: use_model(p.read_bytes()),
     ),
     **{
-        kind: (
-            lambda seed, kind=kind: bent(valid_file(kind), np.random.default_rng(seed)),
-            read,
-        )
+        kind: (lambda seed, kind=kind: bent(valid_file(kind), np.random.default_rng(seed)), read)
         for kind, read in {
             "npy": use_arrays,
             "npz": use_arrays,

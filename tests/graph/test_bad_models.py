@@ -180,9 +180,7 @@ def test_invalid_graph_error_names_node(change, words):
     check(changed(change), ModelError, words)
 
 
-UNSUPPORTED = {
-    "sequence": (changed(sequence_input), ("'parts'", "sequence_type")),
-}
+UNSUPPORTED = {"sequence": (changed(sequence_input), ("'parts'", "sequence_type"))}
 
 
 @pytest.mark.parametrize(("model", "words"), UNSUPPORTED.values(), ids=UNSUPPORTED)

@@ -112,12 +112,7 @@ def test_patches_are_independent_of_strides():
 
 @pytest.mark.parametrize(
     "options",
-    [
-        {"strides": (1,)},
-        {"dilations": (1, 1, 1)},
-        {"padding": ((0, 0),)},
-        {"padding": "FULL"},
-    ],
+    [{"strides": (1,)}, {"dilations": (1, 1, 1)}, {"padding": ((0, 0),)}, {"padding": "FULL"}],
     ids=["strides", "dilations", "pads", "name"],
 )
 def test_inconsistent_geometry_raises_error(options):
@@ -127,8 +122,7 @@ def test_inconsistent_geometry_raises_error(options):
 
 
 @pytest.mark.parametrize(
-    ("shape", "says"),
-    [((2, 3, 5), "2 spatial axes"), ((2, 3, 1, 5), "smaller than the window")],
+    ("shape", "says"), [((2, 3, 5), "2 spatial axes"), ((2, 3, 1, 5), "smaller than the window")]
 )
 def test_images_that_do_not_fit_filter_raise_error(shape, says):
     view = patch_view((2, 2), (1, 1), (1, 1), "VALID", channels_first=True)

@@ -36,11 +36,7 @@ def test_loss_and_gradient_are_those_of_the_next_token(order, smoothing):
     weights = rng.integers(0, 3, (N, LENGTH)).astype(float)
     ids[3, 2], weights[3, 2] = 99, 0  # it is not read
     loss = CausalNegativeLogProbLoss(
-        "z",
-        "t",
-        batch_axis=order.index(0),
-        class_axis=order.index(2),
-        label_smoothing=smoothing,
+        "z", "t", batch_axis=order.index(0), class_axis=order.index(2), label_smoothing=smoothing
     )
     known = np.where((ids < 0) | (ids == 99), 0, ids)
     swapped = order == (1, 0, 2)
@@ -149,9 +145,7 @@ def weighted(rng, n):
 
 @pytest.mark.parametrize("optimizer", ["kfac", "adamw"])
 @pytest.mark.parametrize(
-    ("draw", "inputs"),
-    [(some, {}), (weighted, {"mask": "predictions"})],
-    ids=["ignored", "mask"],
+    ("draw", "inputs"), [(some, {}), (weighted, {"mask": "predictions"})], ids=["ignored", "mask"]
 )
 def test_steps_of_training_files_equal_those_of_the_optimizer(draw, inputs, optimizer, tmp_path):
     found = differences(decoder(), optimizer, tmp_path, draw, "causal_lm", steps=8, **inputs)

@@ -289,11 +289,7 @@ def with_weights(rng, n):
 @pytest.mark.parametrize("optimizer", ["kfac", "adamw"])
 @pytest.mark.parametrize(
     ("targets", "inputs"),
-    [
-        (draw, {}),
-        (with_frames, {"mask": "predictions"}),
-        (with_weights, {"weights": "examples"}),
-    ],
+    [(draw, {}), (with_frames, {"mask": "predictions"}), (with_weights, {"weights": "examples"})],
     ids=["targets", "mask of frames", "weights of examples"],
 )
 def test_steps_of_training_files_equal_those_of_the_optimizer(targets, inputs, optimizer, tmp_path):

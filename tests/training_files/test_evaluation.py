@@ -138,8 +138,7 @@ def test_hidden_values_are_no_predictions(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("targets", "says"),
-    [([0, 1, 3, 2], "not a class"), ([-100] * 4, "counts")],
+    ("targets", "says"), [([0, 1, 3, 2], "not a class"), ([-100] * 4, "counts")]
 )
 def test_targets_that_cannot_be_evaluated_are_refused(targets, says, tmp_path):
     model = network("dense")

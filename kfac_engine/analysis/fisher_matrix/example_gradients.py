@@ -98,10 +98,7 @@ def jacobian_sources(layout: Layout, inputs: Mapping[str, Array]) -> Sources:
 
 
 def block_tiles(
-    layout: Layout,
-    blocks: Sequence[Block],
-    batch: Sources,
-    rotated: bool = True,
+    layout: Layout, blocks: Sequence[Block], batch: Sources, rotated: bool = True
 ) -> Iterator[tuple[Block, slice, Gradients]]:
     """Yield the derivatives of a batch in the eigenvectors of each block.
 

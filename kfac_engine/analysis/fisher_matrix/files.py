@@ -44,10 +44,7 @@ def weight_hashes(assembly: Assembly) -> dict[str, str]:
 
 
 def save_curvature(
-    path: str | Path,
-    layout: Layout,
-    blocks: Sequence[Block],
-    about: Mapping[str, object],
+    path: str | Path, layout: Layout, blocks: Sequence[Block], about: Mapping[str, object]
 ) -> None:
     """Write a curvature; the file is replaced whole or not at all.
 

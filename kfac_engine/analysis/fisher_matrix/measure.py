@@ -150,10 +150,7 @@ def curvature(model: ModelSource, batches: Data, options: CurvatureOptions) -> C
 
 
 def measured(
-    assembly: Assembly,
-    estimator: Fisher,
-    options: CurvatureOptions,
-    pairs: Iterable[Batch],
+    assembly: Assembly, estimator: Fisher, options: CurvatureOptions, pairs: Iterable[Batch]
 ) -> Curvature:
     """Return the curvature of an assembled model.
 

@@ -164,11 +164,7 @@ class Outputs:
         return arrays["targets"], arrays.get("weights")
 
     def log_likelihood(
-        self,
-        mean: Float,
-        variance: Float,
-        observed: tuple[Array, Array | None],
-        noise: float,
+        self, mean: Float, variance: Float, observed: tuple[Array, Array | None], noise: float
     ) -> float:
         """Return the mean log-likelihood of targets of the predictive distribution.
 

@@ -56,11 +56,7 @@ class CurvatureOperator(LinearOperator):  # type: ignore[misc] # SciPy has no ty
     """
 
     def __init__(
-        self,
-        assembly: Assembly,
-        vector: ParameterVector,
-        pairs: Iterable[Batch],
-        matrix: str,
+        self, assembly: Assembly, vector: ParameterVector, pairs: Iterable[Batch], matrix: str
     ) -> None:
         super().__init__(np.dtype(np.float64), (vector.size, vector.size))
         self.model, self.vector, self.matrix = TrainableModel(assembly), vector, matrix

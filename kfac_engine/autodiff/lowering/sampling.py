@@ -35,12 +35,7 @@ def _cubic(a: float) -> Kernel:
     """Return the kernel of cubic convolution (Keys 1981, equation 4, for any a)."""
     return Kernel(
         (-1, 0, 1, 2),
-        (
-            (0, 1, 0, 0),
-            (a, 0, -a, 0),
-            (-2 * a, -(a + 3), 2 * a + 3, a),
-            (a, a + 2, -(a + 2), -a),
-        ),
+        ((0, 1, 0, 0), (a, 0, -a, 0), (-2 * a, -(a + 3), 2 * a + 3, a), (a, a + 2, -(a + 2), -a)),
     )
 
 

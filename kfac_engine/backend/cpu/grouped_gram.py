@@ -259,11 +259,7 @@ def _plan(window: Window, spatial_shape: tuple[int, ...], dtype: DType) -> _Plan
             rows.append(np.maximum(earlier, later).ravel())
             columns.append(np.minimum(earlier, later).ravel())
     return _Plan(
-        tuple(shifts),
-        tuple(channels),
-        tuple(seen),
-        np.concatenate(rows),
-        np.concatenate(columns),
+        tuple(shifts), tuple(channels), tuple(seen), np.concatenate(rows), np.concatenate(columns)
     )
 
 

@@ -100,9 +100,7 @@ _VIEWS = RELAYS | {"Concat", "Expand", "Slice", "Split", "Tile"}
 
 
 def trainable_parameters(
-    graph: Graph,
-    patterns: Sequence[str] | None = None,
-    freeze: Sequence[str] | None = None,
+    graph: Graph, patterns: Sequence[str] | None = None, freeze: Sequence[str] | None = None
 ) -> tuple[str, ...]:
     """Return the names of the constants to train, at least one, in the order of the graph.
 
@@ -197,10 +195,7 @@ def _reason_of_uses(graph: Graph, name: str, array: Array) -> str | None:
 
 
 def _reason_of_number(
-    name: str,
-    array: Array,
-    uses: Sequence[tuple[Graph, Node, int]],
-    reasons: Sequence[str | None],
+    name: str, array: Array, uses: Sequence[tuple[Graph, Node, int]], reasons: Sequence[str | None]
 ) -> str | None:
     """Return the reason why one number with several uses is not a parameter."""
     like_attributes = (

@@ -113,10 +113,7 @@ def _known(edited: EditedModel) -> list[Product]:
 
 
 def _chosen(
-    edited: EditedModel,
-    known: Sequence[Product],
-    layers: str | Sequence[str] | None,
-    rank: int,
+    edited: EditedModel, known: Sequence[Product], layers: str | Sequence[str] | None, rank: int
 ) -> list[Product]:
     """Return the products of all weights that are to have an adapter."""
     if layers is None:

@@ -253,7 +253,7 @@ _STATISTICS: Mapping[str, Mapping[str, str]] = {
     "ai.onnx.ml::Scaler": {
         "offset": "an offset of features, which is measured from data, not trained",
         "scale": "a scale of features, which is measured from data, not trained",
-    },
+    }
 }
 
 
@@ -274,11 +274,7 @@ def _normalization(b: DecompositionBuilder) -> None:
     b.nodes.append(node)
 
 
-DECOMPOSITIONS = {
-    **_LINEAR_MODELS,
-    **_FUSED,
-    "BatchNormalization": _normalization,
-}
+DECOMPOSITIONS = {**_LINEAR_MODELS, **_FUSED, "BatchNormalization": _normalization}
 
 
 def decompose(

@@ -129,8 +129,7 @@ def _reshaped(
 
 
 _SHAPE_AFTER: Mapping[
-    str,
-    Callable[[Node, tuple[int, ...], Mapping[str, Array]], tuple[int, ...] | None],
+    str, Callable[[Node, tuple[int, ...], Mapping[str, Array]], tuple[int, ...] | None]
 ] = {"Reshape": _reshaped, "Slice": _reversed, "Transpose": _transposed}
 
 

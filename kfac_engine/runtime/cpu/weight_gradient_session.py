@@ -118,10 +118,7 @@ class WeightGradientSession:
         return self.run_into({}, feeds, outputs)
 
     def run_into(
-        self,
-        results: Mapping[str, Array],
-        feeds: Mapping[str, Array],
-        others: Sequence[str] = (),
+        self, results: Mapping[str, Array], feeds: Mapping[str, Array], others: Sequence[str] = ()
     ) -> dict[str, Array]:
         """Write gradients to the contiguous arrays ``results``, and return ``others``.
 

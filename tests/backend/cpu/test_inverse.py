@@ -141,8 +141,7 @@ def test_zero_damping_is_allowed_for_well_conditioned_matrix(side, dtype):
 def test_inverse_scales_inversely_with_matrix(exponent):
     matrix, scale = with_spectrum(np.linspace(1, 2, 9))[0], 2.0**exponent
     np.testing.assert_array_equal(
-        damped_inverse(matrix * scale, 0.1 * scale),
-        damped_inverse(matrix, 0.1) / scale,
+        damped_inverse(matrix * scale, 0.1 * scale), damped_inverse(matrix, 0.1) / scale
     )
 
 

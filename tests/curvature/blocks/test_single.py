@@ -156,12 +156,7 @@ def test_the_naive_full_block_is_the_outer_product_of_the_batch_gradient(params,
     values = dict(zip(names, gradients, strict=True))
     source = names[0] if isinstance(params, str) else tuple(names)
     block = observe(
-        generic(params, "full"),
-        [source],
-        [values],
-        damping=DAMPING,
-        exps=(-1, -0.5),
-        cholesky=True,
+        generic(params, "full"), [source], [values], damping=DAMPING, exps=(-1, -0.5), cholesky=True
     )
     g = flat(tuple(gradients))
     F = np.outer(g, g) / N

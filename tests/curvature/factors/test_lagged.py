@@ -7,11 +7,7 @@ import kfac_engine as ke
 
 USES, BATCH, WIDTH = 3, 4, 2
 X = np.random.default_rng(0).normal(size=(USES, BATCH, WIDTH))
-VALUES = {
-    "stacked": X,
-    "folded": X.reshape(-1, WIDTH),
-    **{f"x{u}": X[u] for u in range(USES)},
-}
+VALUES = {"stacked": X, "folded": X.reshape(-1, WIDTH), **{f"x{u}": X[u] for u in range(USES)}}
 EXACT = 1e-12  # float64 sums of a dozen terms
 
 

@@ -14,10 +14,7 @@ TAPS = 6
 CENTRINGS = {
     "mean modelled": {},
     "mean subtracted": {"assume_zero_mean_activations": True},
-    "not centred": {
-        "assume_zero_mean_activations": True,
-        "subtract_mean_contrib_from_cov": False,
-    },
+    "not centred": {"assume_zero_mean_activations": True, "subtract_mean_contrib_from_cov": False},
 }
 every_centring = pytest.mark.parametrize("centring", CENTRINGS)
 every_bias = pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])

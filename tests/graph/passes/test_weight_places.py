@@ -23,10 +23,7 @@ STATIC = {
 VARYING = {
     "the number of examples": [("Shape", ["state"], {"start": 1, "end": 2})],
     "a whole shape": [("Shape", ["state"], {}), ("ReduceMax", ["0"], {})],
-    "values": [
-        ("ArgMax", ["x"], {"axis": 0, "keepdims": 0}),
-        ("Slice", ["0", "[0]", "[1]"], {}),
-    ],
+    "values": [("ArgMax", ["x"], {"axis": 0, "keepdims": 0}), ("Slice", ["0", "[0]", "[1]"], {})],
     "many entries": [
         ("Shape", ["state"], {"start": 2}),
         *(("Concat", [f"{i}", f"{i}"], {"axis": 0}) for i in range(8)),
