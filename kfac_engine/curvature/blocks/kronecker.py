@@ -53,6 +53,7 @@ from kfac_engine.curvature.factors.sua import PixelCovariance, SpatiallyUncorrel
 from kfac_engine.curvature.linalg.kronecker import (
     multiply_parts,
     pi_correction,
+    symmetric_product,
 )
 from kfac_engine.errors import InputError, NotReadyError, RegistrationError, UnsupportedError
 from kfac_engine.layers.layer_forms import LayerForm
@@ -321,7 +322,7 @@ class KroneckerProductFB(FisherBlock):
         V = packing.rows(weight, self.params)
         # Both powers are symmetric: columns in a row of memory are rows of the transposed product.
         if V.flags.c_contiguous:
-            product = matmul(matmul(left, V), right)
+            product = matmul(symmetric_product(left, V, backend), right)
         else:
             product = matmul(matmul(right, V.T), left).T
         if scale != 1.0:

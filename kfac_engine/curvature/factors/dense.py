@@ -13,6 +13,7 @@ from kfac_engine.curvature.config import LEAST_EIGENVALUE, CollectionConfig
 from kfac_engine.curvature.factors.base import FisherFactor
 from kfac_engine.curvature.factors.refresh import Damping, RefreshTask, Request, Result, damping_id
 from kfac_engine.curvature.factors.statistics import KroneckerMoment, Statistic
+from kfac_engine.curvature.linalg.kronecker import symmetric_product
 from kfac_engine.errors import (
     InputError,
     NotReadyError,
@@ -114,8 +115,7 @@ class DenseSquareMatrixFactor(FisherFactor):
         if exp == 1:
             fresh: Array = self.backend.matmul(self._matrix(), x) + self._added(x, damping_func)
             return fresh
-        product: Array = self.backend.matmul(self._read(float(exp), damping_func), x)
-        return product
+        return symmetric_product(self._read(float(exp), damping_func), x, self.backend)
 
     def right_multiply_matpower(self, x: Array, exp: float, damping_func: Damping) -> Array:
         self._check_operand(x, axis=-1)

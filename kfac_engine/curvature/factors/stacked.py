@@ -17,6 +17,7 @@ from kfac_engine.curvature.factors.dense import (
 )
 from kfac_engine.curvature.factors.refresh import Damping
 from kfac_engine.curvature.factors.statistics import KroneckerMoment, LayerSquare, at_least
+from kfac_engine.curvature.linalg.kronecker import symmetric_product
 from kfac_engine.errors import ShapeError
 from kfac_engine.layers.views import View
 
@@ -127,8 +128,7 @@ class StackedSquareFactor(DenseSquareMatrixFactor):
         if exp == 1:
             fresh: Array = self.backend.matmul(self._matrix(), x) + self._levels(damping_func) * x
             return fresh
-        product: Array = self.backend.matmul(self._read(float(exp), damping_func), x)
-        return product
+        return symmetric_product(self._read(float(exp), damping_func), x, self.backend)
 
     def right_multiply_matpower(self, x: Array, exp: float, damping_func: Damping) -> Array:
         self._check_stack(x, axis=2)

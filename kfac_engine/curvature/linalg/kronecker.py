@@ -13,6 +13,19 @@ from kfac_engine.backend.protocol import Backend
 from kfac_engine.backend.threads import Task
 from kfac_engine.errors import InputError, NonFiniteError, ShapeError
 
+# Up to this number of rows, BLAS multiplies rows by a matrix of this side, or a larger one, faster
+# than the matrix by as many columns.
+_FEW, _LARGE = 64, 256
+
+
+def symmetric_product(
+    matrix: Array, x: Array, backend: Backend, rows: slice = slice(None)
+) -> Array:
+    """Return ``matrix · x``, or some of its rows, of a symmetric matrix or a stack of them."""
+    if x.shape[-1] <= _FEW and matrix.shape[-1] >= _LARGE:
+        return backend.matmul(x.swapaxes(-2, -1), matrix[..., rows]).swapaxes(-2, -1)
+    return backend.matmul(matrix[..., rows, :], x)
+
 
 def multiply_parts(
     A: Array,
@@ -23,7 +36,7 @@ def multiply_parts(
     *,
     scale: float = 1.0,
 ) -> None:
-    """Compute ``scale · A V Gᵀ`` of a matrix whose last row is a separate array.
+    """Compute ``scale · A V G`` of symmetric A and G, and V with its last row in a separate array.
 
     ``V`` has the rows of the gradient but the last, ``(d_in − 1, d_out)``, and the last,
     ``(d_out,)``, or all rows in one array. The weight and the bias of a layer are two arrays, with
@@ -54,17 +67,19 @@ def _multiply_rows(
     scale: float,
     rows: slice,
 ) -> None:
-    """Compute a slice of the rows of ``scale · A V Gᵀ``."""
+    """Compute a slice of the rows of ``scale · A V G``."""
     weights = len(V[0])
-    product = backend.matmul(A[rows, :weights], V[0])
     if len(V) > 1:
+        product = backend.matmul(A[rows, :weights], V[0])
         backend.add_outer(product, A[rows, weights], V[1], scale, scale)
-    elif scale != 1.0:
-        product *= scale
+    else:
+        product = symmetric_product(A, V[0], backend, rows)
+        if scale != 1.0:
+            product *= scale
     above = slice(rows.start, min(rows.stop, weights))
-    backend.matmul(product[: above.stop - above.start], G.T, out[0][above])
+    backend.matmul(product[: above.stop - above.start], G, out[0][above])
     if rows.stop > weights:
-        backend.matmul(product[-1], G.T, out[1])
+        backend.matmul(product[-1], G, out[1])
 
 
 def pi_correction(trace_a: float, dim_a: int, trace_g: float, dim_g: int) -> float:
