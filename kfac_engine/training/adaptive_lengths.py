@@ -70,6 +70,12 @@ _BETA2, _EPSILON = 0.999, 1e-8
 AVERAGE = 0.85
 # Slots that have an array for each unit, and that exact steps do not need.
 KEPT = ("natural_gradient", "second_moment")
+# Slots whose new arrays may be the old ones: see ``AdaptiveLengthUpdate._is_bounded``.
+IN_PLACE = ("momentum", "second_moment")
+# A step in place cannot overflow if gradients, averages and updates are shorter than this.
+_LARGEST_ENTRY = 1e18
+# Number of entries of the weights whose averages one step ahead are in memory together.
+_PORTION = 1 << 21
 
 # log k decays by this part in a step and grows by the agreement times the gain. An agreement of 1
 # doubles k in two steps; a constant agreement c leads to k = exp(4 c).
@@ -132,12 +138,11 @@ class Turn(NamedTuple):
 
 
 class Descent(NamedTuple):
-    """The averages and directions of a step, for which a search finds lengths."""
+    """The directions of a step, for which a search finds lengths."""
 
     gradients: dict[str, Array]  # by unit, times ``Turn.weight``
-    means: Vector  # averages of the gradients, by unit
-    # Gradients and averages of groups of several parameters.
-    grouped: Mapping[tuple[str, ...], tuple[Array, Array]]
+    # Gradients of the parameters that are averaged together, on one axis.
+    joint: Mapping[tuple[str, ...], Array]
     natural: Vector  # the direction of each weight
     active: Vector  # see ``Shortened``
     due: Mapping[str, Any]  # whether the direction of a weight is new
@@ -290,12 +295,11 @@ class AdaptiveLengthUpdate:
 
     def __call__(self, step: StepInputs) -> Move:
         """Compute the new parameters of a step, and write the new state."""
-        step.new_slots["natural_gradient"].clear()  # new arrays replace those of two steps ago
         turn = self._turn(step)
         weighted = _weighted(step, turn.weight)
         descent = self._descend(weighted, turn)
         sizes = self._search(weighted, turn, descent)
-        values = self._moved(weighted, descent, sizes)
+        values = self._moved(weighted, turn, descent, sizes)
         predicts = step.predicts and not turn.back
         return Move(
             values,
@@ -340,20 +344,14 @@ class AdaptiveLengthUpdate:
         gradients = self.units.split(step.gradients)
         due = self._due(step, turn)
         joint = {names: joined(step.gradients, names) for names in self.together.means}
-        # Until the directions are known, these arrays have the averages one step ahead.
-        of_weights = {names: g for names, g in joint.items() if names[0] in self.groups}
         momentum = self.momentum if self.span is None else self.span.momentum_of(step.slots)
-        self._average(step, of_weights, momentum**2)
         with step.clock("precondition"):
-            ahead = self.units.split(step.new_slots["momentum"])
-            natural, active = self._natural_gradients(ahead, step, due)
-        grouped = self._average(step, joint, momentum)
-        means = self.units.split(step.new_slots["momentum"])
-        return Descent(gradients, means, grouped, natural, active, due, momentum)
+            natural, active = self._natural_gradients(joint, momentum**2, step, due)
+        return Descent(gradients, joint, natural, active, due, momentum)
 
     def _search(self, step: StepInputs, turn: Turn, descent: Descent) -> Vector:
         """Write slopes and lengths; return by how much each weight moves along its direction."""
-        products = self._measured(step, turn, descent)
+        products = self._measured(step, descent)
         self._write_step_sizes(step, products, turn, descent.due)
         sizes: Vector = step.new_slots["step_size"]
         if turn.back is False:
@@ -361,22 +359,48 @@ class AdaptiveLengthUpdate:
         last = step.slots["step_size"]
         return {name: size - turn.part * last[name] for name, size in sizes.items()}
 
-    def _moved(self, step: StepInputs, descent: Descent, sizes: Vector) -> dict[str, Array]:
-        """Return the new parameters, in the arrays of the gradients."""
+    def _moved(
+        self, step: StepInputs, turn: Turn, descent: Descent, sizes: Vector
+    ) -> dict[str, Array]:
+        """Write the averages; return the new parameters, in the arrays of the gradients."""
+        if _is_in_place(step) and not self._is_bounded(step, turn, descent, sizes):
+            step.new_slots.update({slot: Zeros(step.slots[slot]) for slot in IN_PLACE})
+        grouped = self._average(step, descent.joint, descent.momentum)
+        averages = self.units.split(step.new_slots["momentum"])
+        self._write_span(step, turn, averages)
+        step.new_slots["natural_gradient"] = Zeros({})
         step.new_slots["natural_gradient"].update(descent.natural)
         gradients, parameters = descent.gradients, self.units.split(step.parameters)
         if step.predicts:  # the change is compared with the gradient
             gradients = {name: gradient.copy() for name, gradient in gradients.items()}
         self._move(gradients, descent.natural, parameters, sizes, step)
         for names in self.together.by_adam:
-            value, mean = descent.grouped.get(names) or (
-                joined(gradients, names),
-                joined(descent.means, names),
-            )
+            value, mean = grouped.get(names) or (joined(gradients, names), joined(averages, names))
             self._by_adam(names, value, mean, joined(parameters, names), step)
             if len(names) > 1:
                 gradients |= separated(value, {name: gradients[name] for name in names})
         return self._shifted(self.units.join(gradients, step.parameters), step)
+
+    def _is_bounded(self, step: StepInputs, turn: Turn, descent: Descent, sizes: Vector) -> bool:
+        """Return whether the new averages and parameters are finite for sure.
+
+        The natural gradients are finite, because ``precondition`` refuses others.
+        """
+        if turn.back or step.corrections:
+            return False
+        adam = step.scale * evaluated_rate(self.adam_rate, step.step)
+        unit = max([1.0, *step.spreads.values()]) / _SMALL
+        if max(adam, step.rate) * step.decay * self.weight_decay > 1 or adam * unit > 1e6:
+            return False
+        squares, old = 0.0, step.slots["momentum"]
+        for names, gradient in descent.joint.items():
+            if not self.roots.keys() >= {*names}:  # Adam squares gradients and divides averages
+                for array in (gradient, block_of(old, names)):
+                    squares += float(np.vdot(array, array))
+        for name, direction in descent.natural.items():
+            size = float(np.abs(sizes[name]).max())
+            squares += (size * size) * float(np.vdot(direction, direction))
+        return squares < _LARGEST_ENTRY**2
 
     def _shifted(self, values: dict[str, Array], step: StepInputs) -> dict[str, Array]:
         """Return new parameters with the corrected biases of predictions."""
@@ -417,22 +441,25 @@ class AdaptiveLengthUpdate:
         many = self.engine.collection.backend.many
         return many if many is not None and all(map(on_device, arrays)) else None
 
-    def _measured(self, step: StepInputs, turn: Turn, descent: Descent) -> list[Products]:
-        """Write the span; return ``⟨g, p⟩`` and ``|p|²`` of directions: see ``Shortened``.
+    def _write_span(self, step: StepInputs, turn: Turn, averages: Vector) -> None:
+        """Write the span of the averages."""
+        if self.span is None:
+            return
+        squares, due = [turn.squares], self.span.is_due(step.step, turn.onward)
+        if due is not False:
+            of_weights = {name: averages[name] for name in self.units.weights}
+            squares += self._products(step, (of_weights, of_weights))
+        self.span.write(step.slots, step.new_slots, squares, due)
+
+    def _measured(self, step: StepInputs, descent: Descent) -> list[Products]:
+        """Return ``⟨g, p⟩`` and ``|p|²`` of directions: see ``Shortened``.
 
         The squares of matrices with too large singular values are larger: see ``_least_squares``.
         """
         gradients, natural = descent.gradients, descent.natural
-        pairs = [(gradients, natural), (natural, descent.active)]
-        due = self.span is not None and self.span.is_due(step.step, turn.onward)
-        if due is not False:
-            means = {name: descent.means[name] for name in natural}
-            pairs.append((means, means))
-        slopes, squares, *of_means = self._products(step, *pairs)
-        if self.span is not None:
-            self.span.write(step.slots, step.new_slots, [turn.squares, *of_means], due)
-        bounded = dict(squares)
+        slopes, squares = self._products(step, (gradients, natural), (natural, descent.active))
         least = self._least_squares(natural, step)
+        bounded = dict(squares)
         for names in squares if least else ():
             if not least.keys().isdisjoint(names):
                 zeros = {name: np.zeros_like(step.slots["slope"][name]) for name in names}
@@ -535,26 +562,85 @@ class AdaptiveLengthUpdate:
         return examples * (factor.repeats or self.repeats.get(name, 1.0))
 
     def _natural_gradients(
-        self, ahead: Vector, step: StepInputs, due: Mapping[str, Any]
+        self,
+        joint: Mapping[tuple[str, ...], Array],
+        decay: Any,
+        step: StepInputs,
+        due: Mapping[str, Any],
     ) -> Shortened:
         """Return the orthogonalized natural gradients of the weights, or their last directions.
 
-        The directions are shortened along rare features.
+        The directions are shortened along rare features. ``decay`` is that of the averages one step
+        ahead.
         """
-        last = step.slots["natural_gradient"]
+        last, new = step.slots["natural_gradient"], dict[str, Array]()
         wanted = [n for n, is_due in due.items() if is_due is True or is_recorded(is_due) or is_due]
-        groups = {self.groups[name] for name in wanted}
-        # Biases are left out: with their gradients, the directions of weights could point uphill.
-        alone = {n: ahead[n] if n in self.roots else np.zeros_like(ahead[n]) for n in self.moved}
-        blocks = {n: g for n, g in step.gradients.items() if self.groups.get(n) in groups}
-        natural = self.units.split(self.precondition(self.units.join(alone, blocks)))
-        new = self._directions({name: natural[name] for name in wanted}, ahead, step.examples)
+        of_weights = {names: g for names, g in joint.items() if names[0] in self.groups}
+        portions = self._portions(wanted, step)
+        shared = {names: g for names, g in of_weights.items() if names[1:] and portions[1:]}
+        small = self._ahead(step, shared, decay)
+        for portion in portions:
+            new |= self._of_portion(portion, of_weights, small, decay, step)
         for name, direction in new.items():
             if due[name] is not True and is_recorded(due[name]):
                 chosen: Any = due[name]
                 axes = [-1, *[1] * (direction.ndim - 1)] if chosen.ndim else ()
                 new[name] = np.where(chosen.reshape(axes), direction, last[name])
         return self.features.shortened({**last, **new}, step, self.engine.collection.backend)
+
+    def _of_portion(
+        self,
+        portion: Sequence[str],
+        of_weights: Mapping[tuple[str, ...], Array],
+        small: Vector,
+        decay: Any,
+        step: StepInputs,
+    ) -> dict[str, Array]:
+        """Return new directions of some weights; ``small`` are averages that are known already."""
+        groups = {self.groups[name] for name in portion}
+        blocks = {n: g for n, g in step.gradients.items() if self.groups.get(n) in groups}
+        needed = blocks.keys() - small.keys()
+        due_here = {names: g for names, g in of_weights.items() if not needed.isdisjoint(names)}
+        by_parameter = {**small, **self._ahead(step, due_here, decay)}
+        ahead = self.units.split({name: by_parameter[name] for name in blocks})
+        # Without biases: with their gradients, the directions of weights could point uphill.
+        alone = {n: a if n in self.roots else np.zeros_like(a) for n, a in ahead.items()}
+        natural = self.units.split(self.precondition(self.units.join(alone, blocks)))
+        return self._directions({name: natural[name] for name in portion}, ahead, step.examples)
+
+    def portion_bytes(self, slots: SlotArrays) -> int:
+        """Return about the bytes of the averages one step ahead of a portion of the weights."""
+        sizes = [slots["momentum"][n].nbytes for n in self.groups if n in slots["momentum"]]
+        return max([*sizes, min(sum(sizes), _PORTION * 4)], default=0)
+
+    def _portions(self, wanted: Sequence[str], step: StepInputs) -> list[list[str]]:
+        """Divide weights into portions whose averages one step ahead are in memory together."""
+        if not _is_in_place(step):
+            return [[*wanted]]
+        portions, of_group, entries = dict[int, list[str]](), dict[int, int](), 0
+        for name in wanted:
+            portion = of_group.setdefault(self.groups[name], entries // _PORTION)
+            portions.setdefault(portion, []).append(name)
+            entries += step.slots["natural_gradient"][name].size
+        return [*portions.values()]
+
+    def _ahead(
+        self, step: StepInputs, joint: Mapping[tuple[str, ...], Array], decay: Any
+    ) -> dict[str, Array]:
+        """Return averages one step ahead of groups of parameters, by parameter.
+
+        They are in the memory of the new averages, unless this is that of the old ones.
+        """
+        old, new = step.slots["momentum"], step.new_slots["momentum"]
+        in_place, ahead = _is_in_place(step), dict[str, Array]()
+        averages: list[tuple[Array, Any, Array, Any, Array]] = []
+        for names, gradient in joint.items():
+            mean = np.empty_like(block_of(old, names)) if in_place else block_of(new, names)
+            averages.append((mean, decay, block_of(old, names), 1 - decay, gradient))
+            like = {name: old[name] for name in names}
+            ahead |= separated(mean, like) if names[1:] else {names[0]: mean}
+        combine_all(averages, self._many(joint.values()))
+        return ahead
 
     def _directions(self, natural: Vector, ahead: Vector, examples: int) -> dict[str, Array]:
         """Return the directions of weights; the norms of their matrices are arbitrary.
@@ -713,7 +799,12 @@ class AdaptiveLengthUpdate:
                 direction = weight.array(scales * weight.matrices(direction), direction)
                 factor = -1.0
             moves.append((values[name], factor, direction, multiple, parameters[name]))
-        combine_all(moves, self._many([*natural.values()]) if moves else None)
+        combine_all(moves, self._many([*natural.values()]))
+
+
+def _is_in_place(step: StepInputs) -> bool:
+    """Return whether new averages are written to the memory of the old ones."""
+    return step.new_slots["momentum"] is step.slots["momentum"]
 
 
 def _weighted(step: StepInputs, weight: Any) -> StepInputs:

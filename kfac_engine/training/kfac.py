@@ -24,6 +24,7 @@ from kfac_engine.losses.normal import NormalMeanNegativeLogProbLoss
 from kfac_engine.losses.objective import Residuals
 from kfac_engine.training.adaptive_lengths import (
     AVERAGE,
+    IN_PLACE,
     KEPT,
     AdaptiveLengthUpdate,
     adaptive_lengths,
@@ -59,7 +60,7 @@ from kfac_engine.training.quadratic_update import QuadraticUpdate
 from kfac_engine.training.repeated_batch import RepeatedBatch, divided, mark
 from kfac_engine.training.seen_examples import SeenExamples, fingerprints
 from kfac_engine.training.stacked_update import StackedUpdate, stacked_update
-from kfac_engine.training.vectors import Vector, add_multiple, dot
+from kfac_engine.training.vectors import Vector, Zeros, add_multiple, dot
 
 # Learning rates that the optimizer chooses itself.
 AUTO, QUADRATIC = "auto", "quadratic"
@@ -258,6 +259,27 @@ class KfacOptimizer(Optimizer):
         self.damping = self._given.damping
         self._slots = self._given.update.new_slots(self._parameters())
         self._sealed = True
+
+    @property
+    def _states(self) -> int:
+        """Number of states in memory: see ``IN_PLACE``; another process or a device may fail."""
+        rule = self._rule
+        in_place = rule is self._given and isinstance(rule.update, AdaptiveLengthUpdate)
+        on_host = all(isinstance(array, np.ndarray) for array in self._parameters().values())
+        alone = on_host and self.engine.passes.agreement.alone
+        return 1 if in_place and rule.adaptation is None and alone else 2
+
+    @property
+    def _copied_bytes(self) -> int:
+        return self._lengths.portion_bytes(self._slots) if self._states == 1 else 0
+
+    def _new_slots(self) -> SlotArrays:
+        slots = {slot: self._slots[slot] for slot in IN_PLACE} if self._states == 1 else {}
+        if not self._spare_slots:
+            # Each step has new arrays for the directions.
+            others = self._slots.keys() - slots.keys() - {"natural_gradient"}
+            self._spare_slots = {slot: Zeros(self._slots[slot]) for slot in others}
+        return self._spare_slots | slots
 
     @property
     def _rules(self) -> tuple[Rule, ...]:
@@ -605,6 +627,7 @@ class KfacOptimizer(Optimizer):
 
     def _adapt(self, proposal: Proposal, batch: Sequence[Batch], clock: StageClock) -> StepReport:
         self._basis = self._next_basis
+        self._spare_slots.pop("natural_gradient", None)
         report = proposal.report
         if self._rule.adaptation is not None:
             report = self._with_ratio(report, self._rule.adaptation, clock)

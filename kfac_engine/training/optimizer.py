@@ -240,15 +240,15 @@ class Optimizer(Summarized, Sealed, ABC):
             accumulate: Number of parts of a batch.
 
         Returns:
-            Bytes of each part of a step; ``optimizer`` is the state of the optimizer. Inputs and
-            targets are not included.
+            Bytes of each part of a step; ``optimizer`` is the state of the optimizer, with copies
+            of it in a step. Inputs and targets are not included.
 
         Raises:
             InputError: An argument is not a positive whole number.
         """
         report = self.engine.memory(batch_size, accumulate, statistics=self._measures)
         parameters = self._parameters().values()
-        stored = self._states * self._state_bytes
+        stored = self._states * self._state_bytes + self._copied_bytes
         on_host = all(isinstance(array, np.ndarray) for array in parameters)
         device = report.device + (0 if on_host else stored)
         return replace(report, optimizer=stored, device=device)
@@ -367,12 +367,17 @@ class Optimizer(Summarized, Sealed, ABC):
         New parameters are written to the memory of the gradients.
         """
         states = max(self._states - bool(self.steps) - bool(self._spare_slots), 0)
-        return states * self._state_bytes
+        return states * self._state_bytes + self._copied_bytes
 
     @property
     def _states(self) -> int:
         """Number of states in memory: a step writes the next one beside the present one."""
         return 2
+
+    @property
+    def _copied_bytes(self) -> int:
+        """Bytes of parts of the state that a step copies and releases."""
+        return 0
 
     @property
     def _state_bytes(self) -> int:

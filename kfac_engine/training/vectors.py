@@ -54,7 +54,7 @@ def combine_all(
 
     Arrays of a device are contiguous and of one type.
     """
-    if many is not None:
+    if many is not None and combinations:
         many.combine(combinations)
         return
     for arguments in combinations:

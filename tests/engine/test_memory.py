@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import tracemalloc
 import weakref
 from functools import partial
 from pathlib import Path
@@ -110,6 +111,22 @@ def test_training_takes_about_what_its_optimizer_announces(name, tmp_path):
     found = subprocess.run(command, capture_output=True, text=True, check=True)
     measured, announced = map(int, found.stdout.split())
     assert 0.6 * announced < measured < 1.25 * announced
+
+
+def test_a_kfac_step_has_one_average_and_two_directions():
+    """Beside parameters and gradients; and averages one step ahead of a part of the weights."""
+    engine = ke.Engine.from_onnx(models.mlp((512, *[1024] * 6, 10)), loss="categorical", threads=1)
+    x = np.random.default_rng(0).standard_normal((8, 512)).astype(np.float32)
+    of_all = sum(array.nbytes for array in engine.parameters.values())
+    tracemalloc.start()
+    try:
+        optimizer = ke.KfacOptimizer(engine)
+        for _ in range(3):  # the third step has the gradients of all steps before
+            optimizer.step({"input": x}, np.zeros(8, np.int64))
+        peak = tracemalloc.get_traced_memory()[1] - engine.memory(8).factors
+    finally:
+        tracemalloc.stop()
+    assert peak < 6 * of_all
 
 
 STORED = {
