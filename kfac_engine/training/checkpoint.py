@@ -6,7 +6,9 @@ arrays of each part: the optimizer, and the callbacks of ``fit`` that have a sta
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import reduce
 from math import inf
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -44,6 +46,52 @@ class SavedState:
 
 
 Parts: TypeAlias = Mapping[str, SavedState]
+
+
+@dataclass(frozen=True, slots=True)
+class Number:
+    """A number of a state, or a list of numbers, which an attribute of its owner has."""
+
+    place: str  # name of the attribute, after the attributes that lead to it, with dots between
+    bounds: tuple[float, float] | None = None  # smallest and largest value in a file; None for any
+    # Called with the owner and the value of a file; refuses a value by an InputError.
+    check: Callable[[Any, Any], object] | None = None
+    is_constant: bool = False  # whether files must have the value of the owner, which never changes
+
+
+# The numbers of a state by name. A function in the place of a number is not part of the state.
+Numbers: TypeAlias = Mapping[str, Number]
+
+
+def saved(owner: object, table: Numbers, arrays: Arrays | None = None) -> SavedState:
+    """Return the state of an object whose numbers a table lists."""
+    values = {name: attrgetter(number.place)(owner) for name, number in table.items()}
+    numbers = {
+        name: float(value) if isinstance(value, float) else value
+        for name, value in values.items()
+        if not callable(value)
+    }
+    bounds = {name: number.bounds for name, number in table.items() if number.bounds is not None}
+    return SavedState(numbers, arrays or {}, bounds)
+
+
+def set_numbers(owner: object, table: Numbers, values: Mapping[str, Any]) -> None:
+    """Give an object the numbers of a state; states of older versions may lack some."""
+    for name, number in table.items():
+        if name in values and not number.is_constant:
+            *path, attribute = number.place.split(".")
+            target, value = reduce(getattr, path, owner), values[name]
+            present = getattr(target, attribute)
+            if not callable(present):
+                is_float = isinstance(present, float)
+                setattr(target, attribute, float(value) if is_float else value)
+
+
+def check_numbers(owner: object, table: Numbers, values: Mapping[str, Any]) -> None:
+    """Refuse numbers of a file by an InputError; the bounds have been compared."""
+    for name, number in table.items():
+        if number.check is not None:
+            number.check(owner, values[name])
 
 
 @dataclass(frozen=True, slots=True)

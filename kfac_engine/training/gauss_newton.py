@@ -5,9 +5,10 @@ optimization of neural network wavefunctions", arXiv:2401.10190 (SPRING); Levenb
 Marquardt 1963 for the damping.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import inf
+from sys import float_info
 from typing import NamedTuple
 
 import numpy as np
@@ -23,6 +24,7 @@ from kfac_engine.engine.profiling import StageClock
 from kfac_engine.engine.rollback import Undo
 from kfac_engine.engine.sample_space import MOST_ROWS, SampleSpace
 from kfac_engine.errors import InputError, MemoryLimitError, NonFiniteError, UnsupportedError
+from kfac_engine.training.checkpoint import Number, Numbers
 from kfac_engine.training.damping_adaptation import DampingAdaptation
 from kfac_engine.training.kfac_updates import Move, StepInputs
 from kfac_engine.training.optimizer import (
@@ -426,12 +428,6 @@ class GaussNewton(Optimizer):
         super().restrain()
         self._damping *= 10
 
-    def _numbers(self) -> dict[str, float]:
-        return {**super()._numbers(), "damping": self._damping}
-
-    def _check_numbers(self, numbers: Mapping[str, float]) -> None:
-        check_positive("damping", numbers["damping"])
-
-    def _set_numbers(self, numbers: Mapping[str, float]) -> None:
-        super()._set_numbers(numbers)
-        self._damping = float(numbers["damping"])
+    @property
+    def _table(self) -> Numbers:
+        return {**super()._table, "damping": Number("_damping", (float_info.min, float_info.max))}

@@ -3,14 +3,14 @@
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import TypeAlias
 
 import numpy as np
 
 from kfac_engine.arguments import check_list
 from kfac_engine.errors import InputError, suggestion
-from kfac_engine.training.checkpoint import SavedState
+from kfac_engine.training.checkpoint import Numbers, SavedState, saved, set_numbers
 from kfac_engine.training.history import Record, check_entries
 from kfac_engine.training.optimizer import Optimizer
 from kfac_engine.training.weights import Weights
@@ -32,6 +32,8 @@ class Callback:
     on_every_rank = True
     # Name of the state in checkpoints; by default that of the class.
     part: str | None = None
+    # The numbers of the state, if attributes of the callback have them.
+    _table: Numbers = MappingProxyType({})
 
     def on_run_start(self, optimizer: Optimizer, records: Sequence[Record]) -> object:
         """Begin a run.
@@ -131,10 +133,11 @@ class Callback:
             optimizer: The optimizer with its engine.
         """
         del optimizer
-        return SavedState()
+        return saved(self, self._table)
 
     def restore(self, state: SavedState) -> None:
         """Restore the state of a checkpoint, before ``on_run_start``."""
+        set_numbers(self, self._table, state.numbers)
 
     def close(self) -> None:
         """Release files and threads; called once, also after an error or a signal."""

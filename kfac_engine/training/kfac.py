@@ -29,7 +29,7 @@ from kfac_engine.training.adaptive_lengths import (
     AdaptiveLengthUpdate,
     adaptive_lengths,
 )
-from kfac_engine.training.checkpoint import COUNTER, SavedState
+from kfac_engine.training.checkpoint import COUNTER, Number, Numbers, SavedState, saved
 from kfac_engine.training.curvature_updates import (
     CurvatureUpdates,
     PartialBatch,
@@ -669,59 +669,47 @@ class KfacOptimizer(Optimizer):
 
     def state(self) -> SavedState:
         """Return the state of the optimizer without the engine; its arrays are not copied."""
-        state = super().state()
         more = {_REFRESHES: self._curvature.saved()}
-        if isinstance(self._given.update, AdaptiveLengthUpdate):
-            more[EXAMPLES] = self._basis.seen.saved()
-        if self._shrinkage.blocks:
-            more[EVIDENCE] = self._basis.evidence.saved()
+        more |= {group: getattr(self._basis, name).saved() for group, name in self._records}
         if self._exact:
-            exact = {_EXACT: np.array(float(self._rules.index(self._rule)))}
-            more[REPEATED] = self._basis.repeated.saved() | exact
-        return replace(state, arrays={**state.arrays, **more})
+            more[REPEATED][_EXACT] = np.array(float(self._rules.index(self._rule)))
+        return saved(self, self._table, {**self._slots, **more})
 
     def restore(self, part: SavedState) -> None:
         """Restore a ``state`` of this optimizer; the arrays are copied."""
-        arrays, basis = dict(part.arrays), self._basis
-        to_numpy = self.engine.collection.backend.to_numpy
+        arrays, to_numpy = dict(part.arrays), self.engine.collection.backend.to_numpy
         self._curvature.restore(arrays.pop(_REFRESHES))
-        if EXAMPLES in arrays:
-            seen = SeenExamples.restored(arrays.pop(EXAMPLES), to_numpy)
-            basis = basis._replace(seen=seen)
-        if EVIDENCE in arrays:
-            saved = {name: to_numpy(array) for name, array in arrays.pop(EVIDENCE).items()}
-            basis = basis._replace(evidence=Evidence.restored(saved))
-        if REPEATED in arrays:
-            saved = {name: to_numpy(array) for name, array in arrays.pop(REPEATED).items()}
-            self._rule = self._rules[int(saved.pop(_EXACT))]
-            basis = basis._replace(repeated=RepeatedBatch.restored(saved))
-        self._basis = basis
+        for group, name in self._records:
+            values = {entry: to_numpy(array) for entry, array in arrays.pop(group).items()}
+            if group == REPEATED:
+                self._rule = self._rules[int(values.pop(_EXACT))]
+            restored = type(getattr(self._basis, name)).restored(values)
+            self._basis = self._basis._replace(**{name: restored})
         super().restore(replace(part, arrays=arrays))
 
-    def _numbers(self) -> dict[str, float]:
+    @property
+    def _records(self) -> list[tuple[str, str]]:
+        """Groups of arrays, each with the field of the basis that they store."""
+        has_group = {
+            (EXAMPLES, "seen"): isinstance(self._given.update, AdaptiveLengthUpdate),
+            (EVIDENCE, "evidence"): bool(self._shrinkage.blocks),
+            (REPEATED, "repeated"): bool(self._exact),
+        }
+        return [pair for pair, has in has_group.items() if has]
+
+    @property
+    def _table(self) -> Numbers:
         # The updates of "auto" have relative damping unless it is adapted; states of both differ.
         of_auto = isinstance(self._given.update, AdaptiveLengthUpdate)
-        kind = {"relative": True} if self._given.relative and not of_auto else {}
-        return {
-            **super()._numbers(),
-            **kind,
-            "statistics": self._curvature.planner.observed,
-            "start": self._curvature.planner.start,
-            "damping": float(self._damping),
-        }
-
-    def _bounds(self) -> dict[str, tuple[float, float]]:
+        relative = {"relative": Number("_given.relative", is_constant=True)}
         since = (-1, COUNTER[1])
-        return {**super()._bounds(), "statistics": since, "start": since}
-
-    def _check_numbers(self, numbers: Mapping[str, float]) -> None:
-        self._engine_damping(numbers["damping"])
-
-    def _set_numbers(self, numbers: Mapping[str, float]) -> None:
-        super()._set_numbers(numbers)
-        self._curvature.planner.observed = int(numbers["statistics"])
-        self._curvature.planner.start = int(numbers["start"])
-        self.damping = numbers["damping"]
+        return {
+            **super()._table,
+            **(relative if self._given.relative and not of_auto else {}),
+            "statistics": Number("_curvature.planner.observed", since),
+            "start": Number("_curvature.planner.start", since),
+            "damping": Number("damping", check=KfacOptimizer._engine_damping),
+        }
 
 
 def _exact_rules(engine: Engine) -> tuple[Rule, ...]:

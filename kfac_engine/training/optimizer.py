@@ -7,6 +7,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from inspect import signature
 from math import nan
 from pathlib import Path
@@ -34,10 +35,15 @@ from kfac_engine.training.checkpoint import (
     LEARNING_RATE,
     OPTIMIZER,
     Check,
+    Number,
+    Numbers,
     Parts,
     SavedState,
     TrainingState,
+    check_numbers,
     read_training,
+    saved,
+    set_numbers,
     write_training,
 )
 from kfac_engine.training.vectors import Zeros
@@ -148,7 +154,7 @@ class Optimizer(Summarized, Sealed, ABC):
         self._names = trained_names(engine)
         self.steps = 0
         self.skipped = 0
-        self._learning_rate = learning_rate
+        self._learning_rate = learning_rate if callable(learning_rate) else float(learning_rate)
         self._weight_decay = weight_decay
         self._non_finite = non_finite
         self._restraint = 1.0  # factor of the learning rate
@@ -169,7 +175,7 @@ class Optimizer(Summarized, Sealed, ABC):
     @learning_rate.setter
     def learning_rate(self, value: Rate) -> None:
         check_rate("learning_rate", value)
-        self._learning_rate = value
+        self._learning_rate = value if callable(value) else float(value)
 
     @property
     def weight_decay(self) -> float:
@@ -289,14 +295,14 @@ class Optimizer(Summarized, Sealed, ABC):
             The state of the further parts, and the position.
         """
         with HeldInterrupts():
-            expected, check_own = self._saved(parts, {}), self._check_numbers
-            saved = read_training(path, self.engine, expected, check, check_own)
-            self.restore(saved.parts[OPTIMIZER])
-        return saved
+            expected, check_own = self._saved(parts, {}), partial(check_numbers, self, self._table)
+            state = read_training(path, self.engine, expected, check, check_own)
+            self.restore(state.parts[OPTIMIZER])
+        return state
 
     def state(self) -> SavedState:
         """Return the state of the optimizer without the engine; its arrays are not copied."""
-        return SavedState(self._numbers(), self._slots, self._bounds())
+        return saved(self, self._table, self._slots)
 
     def restore(self, part: SavedState) -> None:
         """Restore a ``state`` of this optimizer; the arrays are copied."""
@@ -306,7 +312,7 @@ class Optimizer(Summarized, Sealed, ABC):
                 target = self._slots[slot][name]
                 # Numbers of a parameter are arrays of the host on every device.
                 target[...] = to_numpy(array) if isinstance(target, np.ndarray) else array
-        self._set_numbers(part.numbers)
+        set_numbers(self, self._table, part.numbers)
 
     def restrain(self) -> None:
         """Prepare for a second attempt from an earlier state, after the loss has exploded."""
@@ -405,25 +411,16 @@ class Optimizer(Summarized, Sealed, ABC):
         del batch, clock
         return proposal.report
 
-    def _numbers(self) -> dict[str, float]:
-        """Return the numbers of the state by name."""
-        numbers = {"steps": self.steps, "skipped": self.skipped, "restraint": self._restraint}
-        rate = self._learning_rate
-        return numbers if callable(rate) else {**numbers, LEARNING_RATE: float(rate)}
-
-    def _bounds(self) -> dict[str, tuple[float, float]]:
+    @property
+    def _table(self) -> Numbers:
+        """The numbers of the state."""
         smallest, largest = sys.float_info.min, sys.float_info.max
-        counters = {"steps": COUNTER, "skipped": COUNTER}
-        return {**counters, "restraint": (smallest, 1.0), LEARNING_RATE: (0.0, largest)}
-
-    def _check_numbers(self, numbers: Mapping[str, float]) -> None:
-        """Refuse numbers of a state by an InputError; the bounds have been compared."""
-
-    def _set_numbers(self, numbers: Mapping[str, float]) -> None:
-        self.steps, self.skipped = int(numbers["steps"]), int(numbers["skipped"])
-        self._restraint = float(numbers["restraint"])
-        if not callable(self._learning_rate):  # states of older versions have no number
-            self._learning_rate = float(numbers.get(LEARNING_RATE, self._learning_rate))
+        return {
+            "steps": Number("steps", COUNTER),
+            "skipped": Number("skipped", COUNTER),
+            "restraint": Number("_restraint", (smallest, 1.0)),
+            LEARNING_RATE: Number("_learning_rate", (0.0, largest)),
+        }
 
     def _saved(self, parts: Parts, run: Mapping[str, object]) -> TrainingState:
         return TrainingState(type(self).__name__, {OPTIMIZER: self.state(), **parts}, run)

@@ -1,17 +1,17 @@
 """Returns a run whose loss explodes to stored weights, and continues with smaller steps."""
 
-from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import inf, nan
 from statistics import median
+from types import MappingProxyType
 from typing import TypeVar
 
 from kfac_engine.arguments import check_int
 from kfac_engine.datasets.examples import Batch, numbered_in_data
 from kfac_engine.errors import DivergenceError, DivergenceWarning, NonFiniteError, warn
 from kfac_engine.system.signals import HeldInterrupts
-from kfac_engine.training.checkpoint import COUNTER, LEARNING_RATE, SavedState
+from kfac_engine.training.checkpoint import COUNTER, LEARNING_RATE, Number, SavedState
 from kfac_engine.training.hooks import Callback
 from kfac_engine.training.optimizer import Optimizer, StepReport
 from kfac_engine.training.weights import Weights
@@ -44,13 +44,23 @@ class Recovery(Callback):
     """
 
     part = "rollback"
+    _table = MappingProxyType(
+        {
+            "count": Number("_count", COUNTER),
+            "attempts": Number("_attempts", COUNTER),
+            "age": Number("_age", COUNTER),
+            "reference": Number("_reference"),
+            "first": Number("_first"),
+            "latest": Number("_latest"),
+        }
+    )
 
     def __init__(self, optimizer: Optimizer, most: int) -> None:
         check_int("rollbacks", most, least=0)
         self._optimizer, self._most = optimizer, most
         self._count = 0
         self._first: list[float] = []
-        self._latest: deque[float] = deque(maxlen=_WINDOW)
+        self._latest: list[float] = []
         self._reference = inf
         if most:
             self._take_snapshot()
@@ -86,32 +96,18 @@ class Recovery(Callback):
         """Return the state that checkpoints store; empty without roll-backs."""
         if not self._most:
             return SavedState()
-        numbers = {
-            "count": self._count,
-            "attempts": self._attempts,
-            "age": self._age,
-            "reference": self._reference,
-            "first": list(self._first),
-            "latest": list(self._latest),
-            **{f"{_STATE}{name}": value for name, value in self._saved.numbers.items()},
-        }
-        slots = {f"{_STATE}{slot}": arrays for slot, arrays in self._saved.arrays.items()}
-        of_optimizer = optimizer.state().bounds
-        bounds = {
-            **dict.fromkeys(("count", "attempts", "age"), COUNTER),
-            **{f"{_STATE}{name}": bound for name, bound in of_optimizer.items()},
-        }
-        return SavedState(numbers, {**self._weights.arrays, **slots}, bounds)
+        state, snapshot, bounds = super().state(optimizer), self._saved, optimizer.state().bounds
+        return SavedState(
+            {**state.numbers, **_of_snapshot(snapshot.numbers)},
+            {**self._weights.arrays, **_of_snapshot(snapshot.arrays)},
+            {**state.bounds, **_of_snapshot(bounds)},
+        )
 
     def restore(self, state: SavedState) -> None:
         """Restore the state of a checkpoint."""
-        numbers = state.numbers
-        self._count, self._attempts = numbers["count"], numbers["attempts"]
-        self._age, self._reference = numbers["age"], float(numbers["reference"])
-        self._first = list(numbers["first"])
-        self._latest = deque(numbers["latest"], maxlen=_WINDOW)
+        super().restore(state)
         self._weights = Weights.stored(state.arrays)
-        self._saved = SavedState(_of_optimizer(numbers), _of_optimizer(state.arrays))
+        self._saved = SavedState(_of_optimizer(state.numbers), _of_optimizer(state.arrays))
 
     def _step(self, batch: Sequence[Batch], scale: float) -> StepReport:
         """Call ``step`` of the optimizer, with a list of parts only if there are several."""
@@ -139,9 +135,9 @@ class Recovery(Callback):
 
     def _add(self, loss: float) -> None:
         """Add the loss of a step."""
-        self._latest.append(loss)
+        self._latest = [*self._latest, loss][-_WINDOW:]
         if len(self._first) < _WINDOW:
-            self._first.append(loss)
+            self._first = [*self._first, loss]
             if len(self._first) == _WINDOW:
                 self._reference = sorted(self._first)[1]
 
@@ -176,7 +172,7 @@ class Recovery(Callback):
         self._count += 1
         self._attempts += 1
         self._age = 0
-        self._latest.clear()
+        self._latest = []
         message = f"the loss rose from {self._reference:.3g} to {loss:.3g} at step {failed}"
         place = f"the parameters of step {optimizer.steps} are restored"
         if self._count > self._most:
@@ -198,6 +194,11 @@ class Recovery(Callback):
 def _tenfold(loss: float) -> float:
     """Return a bound above a loss; losses may be negative."""
     return loss + 9 * abs(loss)
+
+
+def _of_snapshot(entries: Mapping[str, Value]) -> dict[str, Value]:
+    """Return the entries of the state of the optimizer, under their names in a checkpoint."""
+    return {f"{_STATE}{name}": value for name, value in entries.items()}
 
 
 def _of_optimizer(entries: Mapping[str, Value]) -> dict[str, Value]:

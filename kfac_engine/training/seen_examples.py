@@ -5,7 +5,7 @@ Each example has a fingerprint, a number that looks like a draw from the uniform
 often they come again tells how often examples come again.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from math import gcd, prod
@@ -72,11 +72,9 @@ class SeenExamples:
         }  # fmt: skip
 
     @classmethod
-    def restored(
-        cls, saved: Mapping[str, Array], to_numpy: Callable[[Array], Array]
-    ) -> "SeenExamples":
+    def restored(cls, saved: Mapping[str, Array]) -> "SeenExamples":
         """Return the examples of ``saved``."""
-        values = {name: np.array(to_numpy(array), np.float64) for name, array in saved.items()}
+        values = {name: np.array(array, np.float64) for name, array in saved.items()}
         return cls(int(values["count"]), values["least"], values["times"])
 
     def after(self, fingerprints: Array) -> "SeenExamples":

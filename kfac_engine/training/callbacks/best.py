@@ -3,11 +3,12 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from math import inf
+from types import MappingProxyType
 
 from kfac_engine.arguments import check_at_least_zero, check_int
 from kfac_engine.engine.metrics import METRICS, Direction, metrics_of
 from kfac_engine.errors import InputError, UnknownNameError, suggestion
-from kfac_engine.training.checkpoint import COUNTER, SavedState
+from kfac_engine.training.checkpoint import COUNTER, Number, SavedState
 from kfac_engine.training.history import Record
 from kfac_engine.training.hooks import Callback
 from kfac_engine.training.optimizer import Optimizer
@@ -26,6 +27,9 @@ class _BestValidation(Callback):
     """
 
     metric: str
+    _table = MappingProxyType(
+        {"score": Number("_score"), "best_step": Number("best_step", COUNTER)}
+    )
 
     def __init__(self, metric: str, better: Direction | None, least_change: float) -> None:
         self.metric, self._sign = metric, _sign(type(self).__name__, metric, better)
@@ -46,17 +50,6 @@ class _BestValidation(Callback):
             self._score, self.best_step = score, int(record["step"])
         return improves
 
-    def state(self, optimizer: Optimizer) -> SavedState:
-        """Return the best score and its step."""
-        del optimizer
-        numbers = {"score": self._score, "best_step": self.best_step}
-        return SavedState(numbers, bounds={"best_step": COUNTER})
-
-    def restore(self, state: SavedState) -> None:
-        """Restore the best score and its step."""
-        self._score = float(state.numbers["score"])
-        self.best_step = state.numbers["best_step"]
-
 
 class EarlyStop(_BestValidation):
     """Ends a run whose validation does not improve.
@@ -76,6 +69,8 @@ class EarlyStop(_BestValidation):
     Raises:
         InputError: An argument is wrong.
     """
+
+    _table = MappingProxyType({**_BestValidation._table, "waits": Number("waits", COUNTER)})
 
     def __init__(
         self,
@@ -108,17 +103,6 @@ class EarlyStop(_BestValidation):
         """Return whether the run ends."""
         del record, optimizer
         return self.ended
-
-    def state(self, optimizer: Optimizer) -> SavedState:
-        """Return the best score, its step, and the validations since then."""
-        state = super().state(optimizer)
-        numbers, bounds = {**state.numbers, "waits": self.waits}, {**state.bounds, "waits": COUNTER}
-        return SavedState(numbers, bounds=bounds)
-
-    def restore(self, state: SavedState) -> None:
-        """Restore the best score, its step, and the validations since then."""
-        super().restore(state)
-        self.waits = state.numbers["waits"]
 
 
 class BestWeights(_BestValidation):

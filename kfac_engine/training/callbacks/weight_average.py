@@ -1,11 +1,13 @@
 """Averages the weights over the steps of a run."""
 
 from collections.abc import Sequence
+from dataclasses import replace
+from types import MappingProxyType
 from typing import TypeAlias
 
 from kfac_engine._types import Array
 from kfac_engine.errors import InputError
-from kfac_engine.training.checkpoint import COUNTER, SavedState
+from kfac_engine.training.checkpoint import COUNTER, Number, SavedState
 from kfac_engine.training.history import Record
 from kfac_engine.training.hooks import Callback
 from kfac_engine.training.optimizer import Optimizer, fraction
@@ -46,6 +48,8 @@ class WeightAverage(Callback):
         InputError: An argument is wrong.
     """
 
+    _table = MappingProxyType({"count": Number("count", COUNTER)})
+
     def __init__(self, decay: Decay = TAIL, start: float | None = None) -> None:
         if not isinstance(decay, str):
             fraction("decay", decay)
@@ -76,11 +80,11 @@ class WeightAverage(Callback):
     def state(self, optimizer: Optimizer) -> SavedState:
         """Return the average and the number of its steps; present weights before the first."""
         arrays = self._average or Weights.present(optimizer.engine).parameters
-        return SavedState({"count": self.count}, {"parameter": arrays}, {"count": COUNTER})
+        return replace(super().state(optimizer), arrays={"parameter": arrays})
 
     def restore(self, state: SavedState) -> None:
         """Restore the average and the number of its steps."""
-        self.count = state.numbers["count"]
+        super().restore(state)
         arrays = state.arrays["parameter"] if self.count else {}
         self._average = {name: array.copy() for name, array in arrays.items()}
 
