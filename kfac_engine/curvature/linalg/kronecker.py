@@ -18,13 +18,11 @@ from kfac_engine.errors import InputError, NonFiniteError, ShapeError
 _FEW, _LARGE = 64, 256
 
 
-def symmetric_product(
-    matrix: Array, x: Array, backend: Backend, rows: slice = slice(None)
-) -> Array:
-    """Return ``matrix · x``, or some of its rows, of a symmetric matrix or a stack of them."""
+def symmetric_product(matrix: Array, x: Array, backend: Backend) -> Array:
+    """Return ``matrix · x`` of a symmetric matrix, or of a stack of them."""
     if x.shape[-1] <= _FEW and matrix.shape[-1] >= _LARGE:
-        return backend.matmul(x.swapaxes(-2, -1), matrix[..., rows]).swapaxes(-2, -1)
-    return backend.matmul(matrix[..., rows, :], x)
+        return backend.matmul(x.swapaxes(-2, -1), matrix).swapaxes(-2, -1)
+    return backend.matmul(matrix, x)
 
 
 def multiply_parts(
@@ -73,7 +71,8 @@ def _multiply_rows(
         product = backend.matmul(A[rows, :weights], V[0])
         backend.add_outer(product, A[rows, weights], V[1], scale, scale)
     else:
-        product = symmetric_product(A, V[0], backend, rows)
+        one_band = rows.stop - rows.start == len(A)
+        product = symmetric_product(A, V[0], backend) if one_band else backend.matmul(A[rows], V[0])
         if scale != 1.0:
             product *= scale
     above = slice(rows.start, min(rows.stop, weights))
