@@ -8,9 +8,10 @@ from kfac_engine._types import Array, Params, Vector
 from kfac_engine.compat.collection import get_default_layer_collection
 from kfac_engine.curvature.block_products import Pairs, multiply_pairs
 from kfac_engine.curvature.collection import LayerCollection
+from kfac_engine.curvature.estimation_modes import Draws
 from kfac_engine.curvature.factors.base import FisherFactor
 from kfac_engine.curvature.fisher import Fisher
-from kfac_engine.curvature.sources import ExampleGradients, Trace
+from kfac_engine.curvature.sources import ExampleGradients, Scales, Trace
 from kfac_engine.errors import UnsupportedError
 
 
@@ -98,6 +99,24 @@ class FisherEstimator(Fisher):
             seed,
             examples,
         )
+
+    def update_covariances(
+        self,
+        trace: Trace,
+        draws: Draws | None = None,
+        scales: Scales | None = None,
+        should_decay: bool = True,
+    ) -> None:
+        """Average the statistics of one batch into every factor; all factors change or none.
+
+        Args:
+            trace: The evaluation of the batch.
+            draws: As for ``accumulate``.
+            scales: Likewise.
+            should_decay: False for the plain mean of all batches.
+        """
+        decay = self.cov_ema_decay if should_decay else 1.0
+        self.accumulate(trace, 1.0, draws, scales, decay=decay)
 
     @property
     def cov_update_thunks(self) -> list[Callable[..., None]]:

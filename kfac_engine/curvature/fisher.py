@@ -188,22 +188,14 @@ class Fisher(Sealed):
             return 0.0
         return self.damping.of(min(block.mean_eigenvalue() for block in self.blocks))
 
-    @property
-    def rows(self) -> RowRange | None:
-        """The rows of a batch that this process has; None for the whole batch. Can be set.
+    def set_rows(self, value: RowRange | None, *of_losses: RowRange) -> None:
+        """Set the rows of a batch that this process has; None for the whole batch.
 
         Each of several processes sets its rows before an update by its part of a batch. All draw
         from equal generators, and each receives the sampled targets, random signs and sampled
-        statistics that one process draws for these rows. Losses have one part.
+        statistics that one process draws for these rows. Losses have one part. ``of_losses`` are
+        the rows among the examples of each loss, if their numbers differ.
         """
-        return self.sources.rows
-
-    @rows.setter
-    def rows(self, value: RowRange | None) -> None:
-        self.set_rows(value)
-
-    def set_rows(self, value: RowRange | None, *of_losses: RowRange) -> None:
-        """Set ``rows``, and the rows among the examples of each loss if their numbers differ."""
         if not isinstance(value, RowRange | None):
             raise InputError(f"rows must be the RowRange of a batch or None, got {value!r}.")
         names = [loss.name for loss in self.sources.losses]
@@ -345,35 +337,6 @@ class Fisher(Sealed):
         """
         self.division.commit(update, self.cov_ema_decay if decay is None else decay)
 
-    def update_covariances(
-        self,
-        trace: Trace,
-        draws: Draws | None = None,
-        scales: Scales | None = None,
-        should_decay: bool = True,
-        release: LetGo | None = None,
-        propagated: dict[str, Array] | None = None,
-    ) -> None:
-        """Average the statistics of one batch into every factor; all factors change or none.
-
-        Args:
-            trace: The evaluation of the batch.
-            draws: Draws that replace random ones, by loss name.
-            scales: Factors of the cotangents, by loss input; ``√w`` multiplies the Fisher matrix of
-                the loss by ``w``.
-            should_decay: False for the plain mean of all batches.
-            release: As for ``measure``.
-            propagated: As for ``measure``.
-
-        Raises:
-            KfacError: The batch does not fit the losses or factors, or has NaN or infinity. The
-                estimator and its random generator have not changed.
-        """
-        self._require_whole_batches()
-        with self._restored_on_error():
-            update = self.measure(self.sources.batch_of(trace, draws, scales), release, propagated)
-            update.commit(self.cov_ema_decay if should_decay else 1.0)
-
     def accumulate(
         self,
         trace: Trace,
@@ -385,13 +348,20 @@ class Fisher(Sealed):
     ) -> None:
         """Add the statistics of one batch to averages, by default to plain means without decay.
 
+        All factors change or none.
+
         Args:
             trace: The evaluation of the batch.
             weight: Weight of the batch in the means, such as its number of examples.
             draws: Draws that replace random ones, by loss name.
-            scales: As for ``update_covariances``.
-            factors: Factors to update; None for all. Errors are as for ``update_covariances``.
+            scales: Factors of the cotangents, by loss input; ``√w`` multiplies the Fisher matrix of
+                the loss by ``w``.
+            factors: Factors to update; None for all.
             decay: Weight of the old averages, in [0, 1].
+
+        Raises:
+            KfacError: The batch does not fit the losses or factors, or has NaN or infinity. The
+                estimator and its random generator have not changed.
         """
         self._require_whole_batches()
         with self._restored_on_error():

@@ -141,8 +141,8 @@ def test_a_batch_in_towers_is_not_divided_over_ranks():
         collection.register_categorical_predictive_distribution(f"z{tower}", name="loss")
     estimator = estimator_of(collection)
     with pytest.raises(ke.UnsupportedError, match="in parts"):
-        estimator.rows = RowRange(0, 2, 4)
-    assert estimator.rows is None
+        estimator.set_rows(RowRange(0, 2, 4))
+    assert estimator.sources.rows is None
 
 
 def test_losses_on_one_output_add_their_fishers():

@@ -137,7 +137,7 @@ def test_an_order_of_equal_examples_is_not_known_and_refused():
         sample_inputs={"input": np.ones((3, STEPS, WIDTH))},  # equal examples
     )
     assert engine._assembly.draw_placements() == {"loss_0": DrawAxis(0, None)}
-    engine.estimator.rows = RowRange(0, 2, 6)
+    engine.estimator.set_rows(RowRange(0, 2, 6))
     engine.fisher.sources.placements = engine._assembly.draw_placements
     with pytest.raises(ke.UnsupportedError, match="unknown order"):
         engine.observe({"input": np.ones((2, STEPS, WIDTH))})

@@ -220,7 +220,8 @@ def test_an_estimator_sets_the_rows_of_its_factors():
     sums = [0.0, 0.0]
     for rank in range(2):
         estimator = conv_estimator(config)
-        rows = estimator.rows = RowRange.of((3, 4), rank)
+        rows = RowRange.of((3, 4), rank)
+        estimator.set_rows(rows)
         part = slice(rows.start, rows.start + rows.count)
         estimator.update_covariances(ImageTrace(x=x[part], z=z[part]))
         sums = [
