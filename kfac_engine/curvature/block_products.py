@@ -65,16 +65,22 @@ def multiply(
 
 
 def check_products(products: Mapping[str, Array | Rows], backend: Backend, exp: float) -> None:
-    """Refuse natural gradients that are not finite; ``exp`` is the power of the Fisher matrix."""
-    finite = backend.download([backend.are_finite([entries(p) for p in products.values()])])[0]
-    if finite.all():
-        return
-    for name, good in zip(products, finite, strict=True):
-        if not good:
+    """Refuse natural gradients that are not finite; ``exp`` is the power of the Fisher matrix.
+
+    A device may be read later.
+    """
+    names = [*products]
+
+    def refuse_unless(finite: Array) -> None:
+        if not finite.all():
+            name = names[int(finite.argmin())]
             raise NonFiniteError(
                 f"the gradient of '{name}' times the Fisher matrix to the power {exp:g} overflows; "
                 f"raise the damping, or check the gradient and the data for huge numbers."
             )
+
+    flags = backend.are_finite([entries(product) for product in products.values()])
+    backend.read_later(flags, refuse_unless)
 
 
 def multiply_pairs(

@@ -297,8 +297,9 @@ class AdaptiveLengthUpdate:
         """Compute the new parameters of a step, and write the new state."""
         turn = self._turn(step)
         weighted = _weighted(step, turn.weight)
-        descent = self._descend(weighted, turn)
-        sizes = self._search(weighted, turn, descent)
+        with self.engine.collection.backend.shared_reads():
+            descent = self._descend(weighted, turn)
+            sizes = self._search(weighted, turn, descent)
         values = self._moved(weighted, turn, descent, sizes)
         predicts = step.predicts and not turn.back
         return Move(

@@ -216,9 +216,10 @@ class Optimizer(Summarized, Sealed, ABC):
                 self.engine.require_memory(batch, statistics=measures, more=more)
                 with self.engine.passes.agreement.operation("proposal", ends=True):
                     proposal = self._propose(batch, scale, clock, undo)
+                with self.engine.collection.backend.shared_reads():
                     if proposal.slots is not self._slots:
                         self._check_slots(proposal.slots)
-                self.engine.set_parameters(proposal.parameters, copy=False)
+                    self.engine.set_parameters(proposal.parameters, copy=False)
         except NonFiniteError:
             if self._non_finite == "raise":
                 raise
@@ -428,13 +429,18 @@ class Optimizer(Summarized, Sealed, ABC):
     def _check_slots(self, slots: SlotArrays) -> None:
         """Refuse an overflow of slots that divide updates, which leaves parameters finite."""
         backend = self.engine.collection.backend
-        for slot in _DIVISORS & slots.keys():
-            arrays = list(slots[slot].blocks.values())
-            if arrays and not bool(backend.are_finite(arrays).all()):
+
+        def refuse_unless(slot: str, finite: Array) -> None:
+            if not finite.all():
                 raise NonFiniteError(
                     f"the {slot.replace('_', ' ')} of the optimizer overflows; the gradients are "
                     f"too large. Scale the loss down, or clip the data."
                 )
+
+        with self.engine.passes.history.explain():
+            for slot in _DIVISORS & slots.keys():
+                if arrays := list(slots[slot].blocks.values()):
+                    backend.read_later(backend.are_finite(arrays), partial(refuse_unless, slot))
 
 
 def _show_option(value: object) -> str:

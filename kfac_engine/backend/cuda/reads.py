@@ -59,20 +59,11 @@ class DeviceReads:
     def _copied(self, arrays: Sequence[Array]) -> list[Array]:
         if len(arrays) < 2:
             return [self._device.download(array).astype(np.float64) for array in arrays]
-        # One conversion to float64 for each type, because each conversion is a launch of a kernel.
-        kinds: dict[str, list[int]] = {}
-        for i, array in enumerate(arrays):
-            kinds.setdefault(array.dtype.name, []).append(i)
-        order = [i for which in kinds.values() for i in which]
-        wide = [
-            self._joined([arrays[i].reshape(-1) for i in which]).astype(np.float64, copy=False)
-            for which in kinds.values()
+        # The bytes of all types are joined by a single launch.
+        parts = [array.reshape(-1).view(np.uint8) for array in arrays]
+        host = self._device.download(self._device.xp.concatenate(parts))
+        of_each = np.split(host, np.cumsum([part.size for part in parts[:-1]]))
+        return [
+            part.view(array.dtype).reshape(array.shape).astype(np.float64)
+            for part, array in zip(of_each, arrays, strict=True)
         ]
-        host = self._device.download(self._joined(wide))
-        ends = np.cumsum([arrays[i].size for i in order])
-        parts = dict(zip(order, np.split(host, ends[:-1]), strict=True))
-        return [parts[i].reshape(array.shape) for i, array in enumerate(arrays)]
-
-    def _joined(self, parts: Sequence[Array]) -> Array:
-        joined: Array = parts[0] if len(parts) == 1 else self._device.xp.concatenate(parts)
-        return joined
