@@ -78,41 +78,25 @@ def test_an_unknown_kind_has_no_default():
 # -- which one a layer gets ------------------------------------------------------------------------
 
 
-def test_a_layer_gets_the_default():
-    lc = collection()
+# A group with its approximation, the layer, the approximation that it names, and what it has.
+CHOICES = {
+    "the default": (None, None, "a", None, "diagonal"),
+    "a linked approximation": ("a", "kron_in_diag", "a", None, "kron_in_diag"),
+    "a named approximation": ("a", "kron_in_diag", "a", "kron", "kron"),
+    "a group without approximation": (["a", "b"], None, ("a", "b"), None, "diagonal"),
+    "a group in another order": (("b", "a"), "kron", ("a", "b"), None, "kron"),
+    "a layer of a part of a group": (("a", "b"), "kron", "a", None, "diagonal"),
+    "a layer that overlaps with a group": (("a", "b"), "kron", ("b", "c"), None, "diagonal"),
+}
+
+
+@pytest.mark.parametrize("choice", CHOICES.values(), ids=CHOICES)
+def test_a_name_wins_over_a_linked_group_and_a_group_over_the_default(choice):
+    (group, linked, layer, named, found), lc = choice, collection()
     lc.set_default_fully_connected_approximation("diagonal")
-    assert register(lc, "a") == "diagonal"
-
-
-def test_a_linked_approximation_wins_over_the_default():
-    lc = collection()
-    lc.define_linked_parameters("a", approximation="kron_in_diag")
-    assert register(lc, "a") == "kron_in_diag"
-
-
-def test_a_named_approximation_wins_over_the_linked_one():
-    lc = collection()
-    lc.define_linked_parameters("a", approximation="kron_in_diag")
-    assert register(lc, "a", "diagonal") == "diagonal"
-
-
-def test_a_group_without_approximation_leaves_the_default():
-    lc = collection()
-    lc.define_linked_parameters(["a", "b"])
-    assert register(lc, ("a", "b")) == "kron"
-
-
-def test_a_group_is_the_same_in_any_order():
-    lc = collection()
-    lc.define_linked_parameters(("b", "a"), approximation="diagonal")
-    assert register(lc, ("a", "b")) == "diagonal"
-
-
-def test_a_group_says_nothing_of_a_layer_with_other_parameters():
-    lc = collection()
-    lc.define_linked_parameters(("a", "b"), approximation="diagonal")
-    assert register(lc, "a") == "kron"
-    assert register(lc, ("b", "c")) == "kron"
+    if group:
+        lc.define_linked_parameters(group, approximation=linked)
+    assert register(lc, layer, named) == found
 
 
 def test_generic_parameters_are_linked_like_layers():

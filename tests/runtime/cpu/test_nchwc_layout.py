@@ -144,19 +144,6 @@ def test_graph_results_keep_name_and_plain_layout():
 
 
 @has_blocks
-def test_convolution_is_added_to_other_convolution():
-    feeds = dict(zip(("x", "w"), drawn((2, 32, 5, 4), (32, 32, 3, 3)), strict=True))
-    nodes = [
-        Node("Conv", ("x", "w"), ("p",), {}, "0"),
-        Node("Conv", ("x", "w"), ("q",), {}, "1"),
-        Node("Add", ("p", "q"), ("y",), {}, "2"),
-    ]
-    ops = check(nodes, ["y"], feeds)
-    assert ops["Add"] == 0
-    assert ops["ReorderOutput"] == 1
-
-
-@has_blocks
 def test_sum_of_three_convolutions_is_correct():
     names = ("x", "w", "w1", "w2")
     feeds = dict(zip(names, drawn((2, 32, 5, 4), *[(32, 32, 3, 3)] * 3), strict=True))
@@ -171,38 +158,37 @@ def test_sum_of_three_convolutions_is_correct():
         assert (ops["Add"], ops["ReorderOutput"]) == (0, 1)
 
 
-@has_blocks
-def test_convolutions_of_different_shapes_are_not_fused():
-    x, z, w = drawn((2, 32, 5, 4), (2, 32, 3, 3), (32, 32, 3, 3))
-    nodes = [
-        Node("Conv", ("x", "w"), ("p",), {}, "0"),
-        Node("Conv", ("z", "w"), ("q",), {}, "1"),
-        Node("Add", ("p", "q"), ("y",), {}, "2"),
-    ]
-    assert check(nodes, ["y"], {"x": x, "z": z, "w": w})["Add"] == 1
+def two(x, other):
+    """A convolution, and its sum with another value."""
+    return [Node("Conv", (x, "w"), ("s",), {}, "0"), Node("Add", (other, "s"), ("y",), {}, "1")]
+
+
+IMAGES, KERNEL = (2, 32, 5, 4), (32, 32, 3, 3)
+# Nodes, shapes of what they read, and numbers of operators in blocks.
+SUMS = {
+    "of two convolutions": (
+        [Node("Conv", ("x", "w"), ("p",), {}, "2"), *two("x", "p")], {"x": IMAGES, "w": KERNEL},
+        {"Add": 0, "ReorderOutput": 1}),
+    "of different shapes": (
+        [Node("Conv", ("z", "w"), ("p",), {}, "2"), *two("x", "p")],
+        {"x": IMAGES, "z": (2, 32, 3, 3), "w": KERNEL}, {"Add": 1}),
+    "with a stretched value": (
+        two("x", "z"), {"x": IMAGES, "w": KERNEL, "z": (1, 32, 1, 1)}, {"Add": 1}),
+    "with a value not in blocks": (
+        two("x", "z"), {"x": IMAGES, "w": KERNEL, "z": (2, 32, 3, 2)}, {"Add": 1}),
+    "of a value with two readers": (
+        [
+            Node("Conv", ("x", "w"), ("s",), {}, "0"), Node("Relu", ("s",), ("a",), {}, "1"),
+            Node("Add", ("s", "s"), ("d",), {}, "2"), Node("Mul", ("a", "d"), ("y",), {}, "3")],
+        {"x": IMAGES, "w": KERNEL}, {"Relu": 1, "Add": 1}),
+}  # fmt: skip
 
 
 @has_blocks
-@pytest.mark.parametrize(
-    "shape", [(1, 32, 1, 1), (2, 32, 3, 2)], ids=["stretched", "not in blocks"]
-)
-def test_other_adds_are_not_fused(shape):
-    x, w, z = drawn((2, 32, 5, 4), (32, 32, 3, 3), shape)
-    nodes = [Node("Conv", ("x", "w"), ("s",), {}, "0"), Node("Add", ("z", "s"), ("y",), {}, "1")]
-    assert check(nodes, ["y"], {"x": x, "w": w, "z": z})["Add"] == 1
-
-
-@has_blocks
-def test_value_with_two_readers_is_not_fused():
-    feeds = dict(zip(("x", "w"), drawn((2, 32, 5, 4), (32, 32, 3, 3)), strict=True))
-    nodes = [
-        Node("Conv", ("x", "w"), ("s",), {}, "0"),
-        Node("Relu", ("s",), ("a",), {}, "1"),
-        Node("Add", ("s", "s"), ("d",), {}, "2"),
-        Node("Mul", ("a", "d"), ("y",), {}, "3"),
-    ]
-    ops = check(nodes, ["y"], feeds)
-    assert (ops["Relu"], ops["Add"]) == (1, 1)
+@pytest.mark.parametrize(("nodes", "shapes", "counts"), SUMS.values(), ids=SUMS)
+def test_sums_are_fused_with_convolutions_of_one_shape_alone(nodes, shapes, counts):
+    ops = check(nodes, ["y"], dict(zip(shapes, drawn(*shapes.values()), strict=True)))
+    assert {op: ops[op] for op in counts} == counts
 
 
 # Start, end, axes and step of a slice that turns a kernel around; those after the first do not.
