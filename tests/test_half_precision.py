@@ -12,6 +12,7 @@ import kfac_engine as ke
 from kfac_engine.errors import InputError, NonFiniteError, UnsupportedError
 from kfac_engine.graph.load import load_graph
 from tests import models, oracle
+from tests.comparing import assert_arrays_equal
 from tests.graph.running import run_graph
 
 DTYPES = {"float16": np.dtype(np.float16), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
@@ -173,8 +174,7 @@ def test_bfloat16_tensors_are_read_wherever_arrays_are():
             **{f"step {n}": a for n, a in step.natural_gradients.items()},
             **engine.precondition({n: convert(g) for n, g in gradients.items()}),
         })  # fmt: skip
-    for name, array in found[0].items():
-        np.testing.assert_array_equal(array, found[1][name])
+    assert_arrays_equal(found[1], found[0])
 
 
 def test_bfloat16_tensors_match_the_parameters_of_their_file_by_value():

@@ -11,6 +11,7 @@ from safetensors.numpy import load_file
 import kfac_engine as ke
 from kfac_engine.__main__ import main
 from tests import models, oracle
+from tests.comparing import assert_arrays_close
 
 LOSSES = {"logits": "categorical", "mean": "normal"}
 WEIGHTS = {"logits": 1.0, "mean": 0.25}
@@ -54,8 +55,7 @@ def truth(model, inputs, targets):
 
 def assert_gradients(found, truth):
     scale = max(np.abs(gradient).max() for gradient in truth.values())
-    for name, gradient in truth.items():
-        np.testing.assert_allclose(found[name], gradient, atol=GRADIENT * scale, err_msg=name)
+    assert_arrays_close(found, truth, atol=GRADIENT * scale)
 
 
 def test_gradient_equals_weighted_sum_of_losses(model, inputs, targets, truth):

@@ -4,6 +4,7 @@ import numpy as np
 
 from kfac_engine.runtime.lower import lowered
 from tests.autodiff.harness import Bench, bench, compiled, draw, finite_differences
+from tests.comparing import assert_arrays_close
 
 SAMPLE_BATCH = 2
 BATCHES = (3, 1)
@@ -40,8 +41,7 @@ def check_values(tested, batch):
     feeds = fed(made, tested, "float32", batch)
     truth = made.forward(feeds, made.outputs)(feeds)
     found = new.forward(feeds, made.outputs)(feeds)
-    for name, value in truth.items():
-        np.testing.assert_allclose(found[name], value, rtol=TOLERANCE, atol=TOLERANCE)
+    assert_arrays_close(found, truth, rtol=TOLERANCE, atol=TOLERANCE)
 
 
 def check_gradients(tested):

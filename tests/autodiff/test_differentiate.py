@@ -12,6 +12,7 @@ from kfac_engine.autodiff.rules import REFUSED_DOMAINS
 from kfac_engine.errors import UnknownNameError, UnsupportedOpError
 from kfac_engine.graph.structure import Fact, Graph, Input, Node, Subgraph
 from tests.autodiff.harness import Bench, finite_differences
+from tests.comparing import assert_arrays_close
 
 # Graphs below are polynomials or small networks in float64: only rounding is left.
 ROUNDING = 1e-12
@@ -294,8 +295,12 @@ def test_gradients_of_a_network_equal_finite_differences(network):
     found = made.gradients(feeds, cotangents)
     assert set(found) == {*feeds, *hidden}
     parameters = build(nodes, feeds, ["y"], feeds)
-    for name, expected in finite_differences(parameters, feeds, cotangents, STEP).items():
-        np.testing.assert_allclose(found[name], expected, rtol=0, atol=FINITE_DIFFERENCES)
+    assert_arrays_close(
+        found,
+        finite_differences(parameters, feeds, cotangents, STEP),
+        rtol=0,
+        atol=FINITE_DIFFERENCES,
+    )
 
 
 # -- rounding to whole numbers ---------------------------------------------------------------------

@@ -9,6 +9,7 @@ from onnx import parser
 import kfac_engine as ke
 from kfac_engine.sessions.session import Session
 from tests import models, oracle
+from tests.comparing import assert_arrays_close
 
 # The runtime computes both into other memory: equal to the last bit but where sums are regrouped.
 ROUNDING = {"rtol": 1e-6, "atol": 1e-7}
@@ -61,8 +62,7 @@ def test_writable_gradients_of_one_graph_value_share_no_memory():
         "unread": np.zeros(3),
     }
     assert own.keys() == expected.keys()
-    for name, array in expected.items():
-        np.testing.assert_allclose(own[name], array, rtol=1e-6)
+    assert_arrays_close(own, expected, rtol=1e-6)
     for one, other in combinations([*own.values(), cotangent, x, a, b, scale], 2):
         assert not np.shares_memory(one, other)
 
@@ -79,8 +79,7 @@ def test_gradients_read_by_other_nodes_are_writable():
         array *= np.nan
     expected = {"a": (x + 1) * scale, "product": x + 1, "output": x + 1, "unread": np.zeros(3)}
     assert others.keys() == expected.keys()
-    for name, array in expected.items():
-        np.testing.assert_allclose(others[name], array, rtol=1e-6)
+    assert_arrays_close(others, expected, rtol=1e-6)
 
 
 def test_error_in_run_into_names_node():

@@ -14,6 +14,7 @@ from kfac_engine.errors import BackendError, UnsupportedOpError
 from kfac_engine.graph.load import load_graph
 from kfac_engine.runtime.sample_run import sample_facts
 from tests.autodiff.recurrences import DIRECTIONS, GATES, recurrence
+from tests.comparing import assert_arrays_close
 
 STEPS, D_IN, HIDDEN = 3, 2, 2
 ROLES = ("X", "W", "R", "B", "sequence_lens", "initial_h", "initial_c", "P")
@@ -177,8 +178,7 @@ def test_recurrence_gradients_equal_formulas(form):
         trace = model.run({name: feeds[name] for name in feeds if name not in weights})
         rng = np.random.default_rng(n)
         truths = dict(zip(RESULTS, recurrence(op, feeds, options), strict=False))
-        for name, truth in truths.items():
-            np.testing.assert_allclose(trace[name], truth, rtol=CLOSE, atol=CLOSE)
+        assert_arrays_close(trace, truths, rtol=CLOSE, atol=CLOSE)
         cotangents = {name: rng.normal(size=v.shape).astype("f") for name, v in truths.items()}
         wrt = [name for name in feeds if name != "sequence_lens"]
         gradients = trace.vjp(cotangents, wrt)

@@ -12,6 +12,7 @@ import pytest
 from safetensors.numpy import load, load_file
 
 from kfac_engine.__main__ import main
+from tests.comparing import assert_arrays_equal
 from tests.models import linear
 
 posix = pytest.mark.skipif(sys.platform == "win32", reason="Windows has no such files")
@@ -147,8 +148,7 @@ def test_the_standard_output_takes_the_result_alone_and_stderr_the_report():
     done = run("precondition", *ARGUMENTS, "-o", "/dev/stdout")
     found, wanted = load(done.stdout), load_file("out.st")
     assert found.keys() == wanted.keys()
-    for name, array in wanted.items():
-        np.testing.assert_array_equal(found[name], array)
+    assert_arrays_equal(found, wanted)
     assert b"natural gradient" in done.stderr
 
 

@@ -20,6 +20,7 @@ from kfac_engine.data import demo_model, digits
 from kfac_engine.training.budget import SCHEDULES
 from kfac_engine.training.fit import OPTIMIZERS
 from tests import models
+from tests.comparing import same
 from tests.nightly import nightly_but
 from tests.training import softmax_net as net
 
@@ -49,10 +50,6 @@ def logged(path):
     """The records of a log, without the description of the run and the spectra."""
     entries = [json.loads(line) for line in path.read_text().splitlines()]
     return [entry for entry in entries if "step" in entry]
-
-
-def same(left, right):
-    return left.keys() == right.keys() and all(np.array_equal(left[n], right[n]) for n in left)
 
 
 # -- the result ------------------------------------------------------------------------------------

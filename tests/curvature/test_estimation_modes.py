@@ -15,6 +15,7 @@ from kfac_engine.errors import (
     UnsupportedError,
 )
 from kfac_engine.losses import RegisteredLoss
+from tests.comparing import assert_arrays_close
 from tests.losses.loss_cases import (
     BERNOULLI,
     BOTH,
@@ -122,8 +123,7 @@ def test_sources_of_curvature_prop_are_the_factor_times_the_drawn_signs(case):
         MODES["curvature_prop"](registered(case, COEFFICIENT), values, rng(), {"loss": signs})
     )
     expected = case.loss.fisher_factor(values, COEFFICIENT**0.5 * signs)
-    for name, array in expected.items():
-        np.testing.assert_allclose(source[name], array, rtol=0, atol=10 * EXACT)
+    assert_arrays_close(source, expected, rtol=0, atol=10 * EXACT)
 
 
 @pytest.mark.parametrize("mode", MODES)

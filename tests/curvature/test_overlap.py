@@ -7,6 +7,7 @@ import kfac_engine as ke
 from kfac_engine.curvature.factors.base import begin_refresh
 from tests import models
 from tests.backend import cupy_standin
+from tests.comparing import assert_arrays_equal
 from tests.engine.test_engine import random_targets
 
 MODEL, LOSS = models.mlp(), "categorical"
@@ -35,8 +36,7 @@ def host(arrays):
 
 
 def assert_equal(found, wanted):
-    for name, array in host(wanted).items():
-        np.testing.assert_array_equal(host(found)[name], array, err_msg=name)
+    assert_arrays_equal(host(found), host(wanted))
 
 
 @pytest.mark.parametrize("every", [1, 2])

@@ -8,6 +8,7 @@ import kfac_engine as ke
 from kfac_engine.__main__ import main
 from kfac_engine.datasets.first_examples import with_first_examples
 from kfac_engine.errors import BackendError
+from tests.comparing import assert_arrays_equal
 from tests.engine.test_recurrent_engine import CLASSES, D_IN, HIDDEN, weights
 from tests.models import parsed
 
@@ -89,8 +90,7 @@ def test_recurrent_file_gives_the_numbers_of_a_given_sample(call):
     found, expected = (compute(classifier("n,t,2")) for compute in CALLS[call])
     assert all(np.any(array) for array in expected.values())
     assert found.keys() == expected.keys()
-    for name, array in expected.items():
-        np.testing.assert_array_equal(found[name], array)
+    assert_arrays_equal(found, expected)
 
 
 def test_recurrent_file_is_verified_without_a_sample():

@@ -10,6 +10,7 @@ from safetensors.numpy import load_file
 import kfac_engine as ke
 from kfac_engine.__main__ import main
 from kfac_engine.datasets.forms import FILE_BATCH, batches_of, whole_batch
+from tests.comparing import assert_arrays_close
 from tests.training import softmax_net as net
 from tests.training.test_data_files import Tensor
 
@@ -181,8 +182,7 @@ def test_inputs_alone_are_data_where_no_targets_are_needed(form, engine, curvatu
         "curvature": numbers(measured(UNLABELED[form](tmp_path))),
         "Laplace.predict": ke.Laplace(curvature).predict(UNLABELED[form](tmp_path)).variance,
     }
-    for name, value in expected.items():
-        np.testing.assert_allclose(found[name], value, err_msg=name, **CLOSE)
+    assert_arrays_close(found, expected, **CLOSE)
     with pytest.raises(ke.InputError, match=r"target|batch|pair|holds one array"):
         engine.evaluate(UNLABELED[form](tmp_path))
 

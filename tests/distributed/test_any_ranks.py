@@ -3,14 +3,14 @@
 The collectives of the threads check that all ranks have entered the same one.
 """
 
-import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
 import kfac_engine as ke
 from kfac_engine.curvature.schedule import POLICIES
 from kfac_engine.engine.options import DISTRIBUTIONS
-from tests.distributed.test_distributions import TOLERANCES, assert_close, batches, model_of
+from tests.comparing import assert_arrays_equal, assert_arrays_near
+from tests.distributed.test_distributions import TOLERANCES, batches, model_of
 from tests.distributed.test_failures import assert_same_state, state
 from tests.distributed.threads import run
 from tests.nightly import SEED
@@ -85,12 +85,13 @@ def test_steps_equal_those_of_one_process(case):
         assert generator.bit_generator.state == alone.estimator.rng.bit_generator.state
         for result, wanted, first in zip(results, expected, ranks[0][0], strict=True):
             assert result.loss == pytest.approx(wanted.loss, rel=TOLERANCES["float64"])
-            assert_close(result.natural_gradients, wanted.natural_gradients, TOLERANCES["float64"])
-            assert_close(result.gradients, wanted.gradients, TOLERANCES["float64"])
-            for key, array in first.natural_gradients.items():
-                np.testing.assert_array_equal(result.natural_gradients[key], array)
+            assert_arrays_near(
+                result.natural_gradients, wanted.natural_gradients, TOLERANCES["float64"]
+            )
+            assert_arrays_near(result.gradients, wanted.gradients, TOLERANCES["float64"])
+            assert_arrays_equal(result.natural_gradients, first.natural_gradients)
         for average, factor in zip(averages, alone.estimator.factors, strict=True):
-            assert_close({"": average}, {"": factor.cov}, TOLERANCES["float64"])
+            assert_arrays_near({"": average}, {"": factor.cov}, TOLERANCES["float64"])
 
 
 # Place of a failure to the object and the function that fail before an average moves.
@@ -134,5 +135,4 @@ def test_a_failure_of_any_rank_in_any_phase_is_refused_by_all(case, data):
     for natural, wanted in zip(
         run(size, lambda communicator: work(communicator, fails=True)), expected, strict=True
     ):
-        for key, array in wanted.items():
-            np.testing.assert_array_equal(natural[key], array)
+        assert_arrays_equal(natural, wanted)

@@ -6,6 +6,7 @@ import pytest
 import kfac_engine as ke
 from tests import models
 from tests.backend import cupy_standin
+from tests.comparing import assert_arrays_equal, assert_arrays_near
 from tests.distributed.test_distributions import CUTS, DISTRIBUTIONS, batches
 from tests.distributed.threads import rows_of, run
 
@@ -55,16 +56,8 @@ def test_steps_and_saved_states_equal_those_of_one_process(cupy, case, distribut
     factors = {str(i): factor.cov for i, factor in enumerate(alone.estimator.factors)}
     ranks = run(SIZE, work)
     for results, averages in ranks:
-        assert_close(averages, factors)
+        assert_arrays_near(averages, factors, TOLERANCE)
         for (loss, natural), wanted, (_, first) in zip(results, expected, ranks[0][0], strict=True):
             assert loss == pytest.approx(wanted.loss, rel=TOLERANCE)
-            assert_close(natural, wanted.natural_gradients)
-            for parameter, array in first.items():
-                np.testing.assert_array_equal(natural[parameter], array)
-
-
-def assert_close(arrays, expected):
-    assert arrays.keys() == expected.keys()
-    for name, array in expected.items():
-        close = TOLERANCE * np.abs(array).max()
-        np.testing.assert_allclose(arrays[name], array, rtol=0, atol=close, err_msg=name)
+            assert_arrays_near(natural, wanted.natural_gradients, TOLERANCE)
+            assert_arrays_equal(natural, first)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import kfac_engine as ke
-from tests.distributed.test_distributions import assert_close
+from tests.comparing import assert_arrays_near
 from tests.distributed.threads import rows_of, run
 from tests.training import softmax_net as net
 
@@ -83,7 +83,7 @@ def test_products_are_those_of_the_whole_batch(reduction, part):
         for arrays, own_forms in run(size, work):
             np.testing.assert_allclose(own_forms, forms, rtol=1e-12)
             for kind, vector in wanted.items():
-                assert_close(arrays[kind], vector, 1e-12)
+                assert_arrays_near(arrays[kind], vector, 1e-12)
 
 
 @pytest.mark.parametrize("mode", ["gradients", "empirical", "exact"])
@@ -108,7 +108,7 @@ def test_statistics_of_a_part_are_those_of_one_process(reduction, mode):
     for size in CUTS:
         for averages in run(size, work):
             for average, factor in zip(averages, alone.estimator.factors, strict=True):
-                assert_close({"": average}, {"": factor.cov}, 1e-12)
+                assert_arrays_near({"": average}, {"": factor.cov}, 1e-12)
 
 
 def test_observations_give_the_inverses_of_one_process():
@@ -130,4 +130,4 @@ def test_observations_give_the_inverses_of_one_process():
 
     for size in CUTS:
         for natural in run(size, work):
-            assert_close(natural, expected, 1e-12)
+            assert_arrays_near(natural, expected, 1e-12)

@@ -11,6 +11,7 @@ from kfac_engine.distributed import messages
 from kfac_engine.engine import batch_shards, engine as engine_module
 from kfac_engine.engine.options import DISTRIBUTIONS
 from tests import models
+from tests.comparing import assert_arrays_equal
 from tests.distributed.test_distributions import batches
 from tests.distributed.threads import run
 
@@ -98,8 +99,7 @@ def test_bad_input_of_one_rank_is_refused_by_all(spoil, kind, failing, call):
         assert isinstance(error, kind)
         assert type(error) is type(results[0][0])
         assert str(error).startswith(f"rank {failing} of 3 refused: ")
-        for name, array in expected.items():
-            np.testing.assert_array_equal(natural[name], array)
+        assert_arrays_equal(natural, expected)
 
 
 def fail(*_, **__):

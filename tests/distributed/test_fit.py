@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import kfac_engine as ke
-from tests.distributed.test_distributions import assert_close
+from tests.comparing import assert_arrays_near
 from tests.distributed.threads import run
 from tests.training import softmax_net as net
 
@@ -33,7 +33,7 @@ def assert_same(history, expected, names=("loss", "validation_loss", "accuracy")
         assert record.keys() >= {"step", "loss"}
         for name in names:
             assert record.get(name, 0.0) == pytest.approx(wanted.get(name, 0.0), rel=CLOSE)
-    assert_close(history.engine.parameters, expected.engine.parameters, CLOSE)
+    assert_arrays_near(history.engine.parameters, expected.engine.parameters, CLOSE)
 
 
 class Never(ke.Callback):

@@ -5,7 +5,8 @@ import pytest
 
 import kfac_engine as ke
 from kfac_engine.engine.options import DISTRIBUTIONS
-from tests.distributed.test_distributions import assert_close, batches
+from tests.comparing import assert_arrays_near
+from tests.distributed.test_distributions import batches
 from tests.distributed.test_failures import SIZE, assert_same_state, engine_of, part_of, state
 from tests.distributed.threads import run
 from tests.models import Net
@@ -208,7 +209,7 @@ def test_numbers_of_a_rank_whose_squares_overflow_are_averaged(places, approxima
     if approximation != "ekfac":  # its averages depend on a basis with equal eigenvalues
         expected = averages_of_one([inputs, later, later], targets, approximation)
         for averages in results:
-            assert_close(averages, expected, 3e-5)
+            assert_arrays_near(averages, expected, 3e-5)
     for averages in results:
         for name, average in averages.items():
             assert np.isfinite(average).all()

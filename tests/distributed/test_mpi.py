@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 import kfac_engine as ke
+from tests.comparing import assert_arrays_near
 from tests.distributed.mpi_program import (
     CASES,
     DISTRIBUTIONS,
@@ -27,7 +28,7 @@ from tests.distributed.mpi_program import (
     options_of,
 )
 from tests.distributed.test_distributed_page import program_with
-from tests.distributed.test_distributions import DTYPES, TOLERANCES, assert_close, batches, model_of
+from tests.distributed.test_distributions import DTYPES, TOLERANCES, batches, model_of
 from tests.nightly import nightly_but
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -108,7 +109,7 @@ def computed(tmp_path_factory):
 def test_steps_of_processes_equal_those_of_one(case, distribution, computed):
     folder, expected = computed
     for arrays in results(folder, f"{case} {distribution}"):
-        assert_close(arrays, expected[case], TOLERANCES[DTYPES[CASES[case][0]]])
+        assert_arrays_near(arrays, expected[case], TOLERANCES[DTYPES[CASES[case][0]]])
 
 
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
@@ -174,7 +175,7 @@ def test_fewer_processes_resume_a_state(size, computed):
     }
     for saved in DISTRIBUTIONS:
         for arrays in results(folder, f"resumed {saved} {size}", size):
-            assert_close(arrays, wanted, 1e-12)
+            assert_arrays_near(arrays, wanted, 1e-12)
 
 
 @pytest.mark.nightly

@@ -5,7 +5,7 @@ import pytest
 
 import kfac_engine as ke
 from tests import models
-from tests.distributed.test_distributions import assert_close
+from tests.comparing import assert_arrays_equal, assert_arrays_near
 from tests.distributed.threads import rows_of, run
 from tests.training import softmax_net as net, test_gauss_newton as gauss_newton
 
@@ -95,7 +95,7 @@ def test_sets_of_examples_have_the_random_targets_of_one_process(name, division)
         found = run(len(parts), lambda ranks: stepped([(parts[ranks.rank], None)], ranks))
     for its_loss, arrays in found:
         assert its_loss == pytest.approx(loss, rel=1e-8)
-        assert_close(arrays, expected, 1e-8)
+        assert_arrays_near(arrays, expected, 1e-8)
 
 
 @pytest.mark.parametrize("distribution", ["replicate", "shard"])
@@ -115,9 +115,8 @@ def assert_equal(expected, size, make, **options):
             assert report.refreshed == wanted.refreshed
             assert (report.reduction_ratio is None) == (wanted.reduction_ratio is None)
         for now, then, first in zip(parameters, expected[1], ranks[0][1], strict=True):
-            assert_close(now, then, CLOSE)
-            for key, array in first.items():
-                np.testing.assert_array_equal(now[key], array)
+            assert_arrays_near(now, then, CLOSE)
+            assert_arrays_equal(now, first)
 
 
 @pytest.mark.parametrize("distribution", ["replicate", "shard"])
@@ -137,7 +136,7 @@ def test_a_model_may_have_no_natural_gradients(distribution):
 
     (expected,) = run(1, work)
     for parameters in run(2, work):
-        assert_close(parameters, expected, CLOSE)
+        assert_arrays_near(parameters, expected, CLOSE)
 
 
 def test_a_state_continues_on_another_number_of_ranks(tmp_path):
@@ -158,7 +157,7 @@ def test_a_state_continues_on_another_number_of_ranks(tmp_path):
     run(1, lambda ranks: work(ranks, range(3, 5)))
     for parameters, steps in run(2, lambda ranks: work(ranks, range(5, STEPS))):
         assert steps == STEPS
-        assert_close(parameters, expected[-1], CLOSE)
+        assert_arrays_near(parameters, expected[-1], CLOSE)
 
 
 @pytest.mark.parametrize(
@@ -194,8 +193,7 @@ def test_an_error_of_one_rank_is_that_of_all(name, distribution, failure):
                 with pytest.raises(ke.KfacError, match="rank 1 of 2 refused") as caught:
                     optimizer.step(inputs, targets)
                 assert (failure == "input") == isinstance(caught.value, ke.NonFiniteError)
-                for key, array in engine.parameters.items():
-                    np.testing.assert_array_equal(array, before[key])
+                assert_arrays_equal(before, engine.parameters)
                 assert optimizer.steps == 4
                 optimizer.learning_rate = rate
                 optimizer.__dict__.pop("_check_slots", None)
@@ -203,7 +201,7 @@ def test_an_error_of_one_rank_is_that_of_all(name, distribution, failure):
         return engine.parameters
 
     for parameters in run(2, work):
-        assert_close(parameters, expected[-1], CLOSE)
+        assert_arrays_near(parameters, expected[-1], CLOSE)
 
 
 def _no_memory(*_):

@@ -6,12 +6,8 @@ import pytest
 
 import kfac_engine as ke
 from kfac_engine.curvature.approximations import KINDS
-from tests.distributed.test_distributions import (
-    DISTRIBUTIONS,
-    assert_close,
-    assert_equal_to_one_process,
-    batches,
-)
+from tests.comparing import assert_arrays_near
+from tests.distributed.test_distributions import DISTRIBUTIONS, assert_equal_to_one_process, batches
 
 # Engines recognize depthwise convolutions as grouped ones, whose rows are the same.
 NOT_RECOGNIZED = "depthwise_conv2d"
@@ -166,7 +162,9 @@ def test_every_approximation_in_parts_equals_that_of_the_whole_batch(kind, name)
         parts.update_statistics([({n: a[i] for n, a in inputs.items()}, targets[i]) for i in rows])
     dtype = str(next(iter(whole.parameters.values())).dtype)
     for one, other in zip(parts.estimator.factors, whole.estimator.factors, strict=True):
-        assert_close({"": one.cov}, {"": other.cov}, {"float64": 1e-12, "float32": 2e-6}[dtype])
+        assert_arrays_near(
+            {"": one.cov}, {"": other.cov}, {"float64": 1e-12, "float32": 2e-6}[dtype]
+        )
 
 
 def test_rows_of_depthwise_convolutions_are_those_of_grouped_ones():

@@ -1,18 +1,12 @@
 """States of several ranks are those of one process, and any number of ranks resumes them."""
 
-import numpy as np
 import onnx
 import pytest
 
 import kfac_engine as ke
 from tests import models
-from tests.distributed.test_distributions import (
-    CUTS,
-    DISTRIBUTIONS,
-    assert_close,
-    batches,
-    model_of,
-)
+from tests.comparing import assert_arrays_equal, assert_arrays_near
+from tests.distributed.test_distributions import CUTS, DISTRIBUTIONS, batches, model_of
 from tests.distributed.threads import rows_of, run
 
 OPTIONS = {"loss": "categorical", "damping": 0.1, "schedule": ke.Schedule(refresh_every=2)}
@@ -62,7 +56,7 @@ def test_any_number_of_ranks_resumes_a_state(saving, resuming, approximation, tm
 
     for results in (*run(3, save), *run(size, resume)):
         for result, wanted in zip(results, expected[3:], strict=True):
-            assert_close(result.natural_gradients, wanted.natural_gradients, 1e-12)
+            assert_arrays_near(result.natural_gradients, wanted.natural_gradients, 1e-12)
 
 
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
@@ -81,7 +75,7 @@ def test_the_file_of_several_ranks_is_that_of_one_process(distribution, tmp_path
     other = ke.Engine.from_onnx(model_of("mlp"), **OPTIONS)
     other.load(tmp_path / "ranks.safetensors")
     for one, two in zip(engine.estimator.factors, other.estimator.factors, strict=True):
-        assert_close(two.arrays(), one.arrays(), 1e-12)
+        assert_arrays_near(two.arrays(), one.arrays(), 1e-12)
     assert other.counter == engine.counter
     assert other.estimator.rng.bit_generator.state == engine.estimator.rng.bit_generator.state
 
@@ -98,7 +92,7 @@ def test_a_state_that_one_rank_cannot_read_changes_no_rank(tmp_path):
         with pytest.raises(ke.InputError, match=r"rank 1 of 3 refused: .*missing"):
             engine.load(path if communicator.rank != 1 else tmp_path / "missing")
         for factor, arrays in zip(engine.estimator.factors, before, strict=True):
-            assert_close(factor.arrays(), arrays, 0.0)
+            assert_arrays_near(factor.arrays(), arrays, 0.0)
         assert engine.counter == 1
 
     run(3, work)
@@ -124,8 +118,7 @@ def test_ranks_export_the_model_of_one_process(tmp_path):
     parameters = run(3, work)[0]
     written = onnx.load(tmp_path / "ranks.onnx")
     arrays = {t.name: onnx.numpy_helper.to_array(t) for t in written.graph.initializer}
-    for name, value in parameters.items():
-        np.testing.assert_array_equal(arrays[name], value)
+    assert_arrays_equal(arrays, parameters)
 
 
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
@@ -144,7 +137,7 @@ def test_products_with_given_vectors_equal_those_of_one_process(distribution):
 
     for products in run(3, work):
         for product, wanted in zip(products, expected, strict=True):
-            assert_close(product, wanted, 1e-12)
+            assert_arrays_near(product, wanted, 1e-12)
 
 
 def test_a_divided_average_is_read_after_all_ranks_have_synchronized():
@@ -162,4 +155,4 @@ def test_a_divided_average_is_read_after_all_ranks_have_synchronized():
         return ranked.factors[name].input.value
 
     for average in run(3, work):
-        assert_close({"": average}, {"": expected}, 1e-12)
+        assert_arrays_near({"": average}, {"": expected}, 1e-12)

@@ -8,6 +8,7 @@ import pytest
 import kfac_engine as ke
 from kfac_engine.engine.batch_passes import BatchPasses
 from tests import models
+from tests.comparing import assert_arrays_near
 from tests.distributed.threads import run
 from tests.models import parsed
 from tests.training import norm_net, softmax_net as net
@@ -39,14 +40,6 @@ def batch_of(model, engine, seed=0):
     return inputs, np.random.default_rng(seed).integers(0, shape[-1], shape[:-1])
 
 
-def assert_close(arrays, expected, tolerance):
-    """Compare arrays by name, relative to the largest entry of each."""
-    assert arrays.keys() == expected.keys()
-    for name, array in expected.items():
-        scale = abs(array).max() or 1.0
-        np.testing.assert_allclose(arrays[name] / scale, array / scale, rtol=0, atol=tolerance)
-
-
 def averages(engine):
     return {str(i): factor.cov for i, factor in enumerate(engine.estimator.factors)}
 
@@ -59,7 +52,7 @@ def test_loss_and_gradients_are_those_of_the_whole_batch(name, reduction):
     whole, parts = engine.gradients(inputs, targets), engine.gradients(cut(inputs, targets))
     assert parts.loss == pytest.approx(whole.loss, rel=1e-6)
     assert engine.loss(cut(inputs, targets)) == parts.loss
-    assert_close(parts.gradients, whole.gradients, TOLERANCES[DTYPES[name]])
+    assert_arrays_near(parts.gradients, whole.gradients, TOLERANCES[DTYPES[name]])
     assert engine.gradients([(inputs, targets)]).loss == whole.loss
 
 
@@ -85,7 +78,7 @@ def assert_statistics(name, **options):
         whole.update_statistics(whole.trace(inputs, targets))
         parts.update_statistics(cut(inputs, targets))
         assert parts.estimator.rng.bit_generator.state == whole.estimator.rng.bit_generator.state
-        assert_close(averages(parts), averages(whole), 2 * TOLERANCES[DTYPES[name]])
+        assert_arrays_near(averages(parts), averages(whole), 2 * TOLERANCES[DTYPES[name]])
     for one, other in zip(parts.estimator.factors, whole.estimator.factors, strict=True):
         assert one.repeats == other.repeats
         assert one.average.weight == other.average.weight
@@ -100,12 +93,12 @@ def test_steps_of_an_engine_are_those_of_the_whole_batch(mode, approximation):
         inputs, targets = batch_of(model, whole, seed)
         expected, result = whole.step(inputs, targets), parts.step(cut(inputs, targets))
         assert result.loss == pytest.approx(expected.loss, rel=1e-12)
-        assert_close(result.gradients, expected.gradients, 1e-12)
-        assert_close(result.natural_gradients, expected.natural_gradients, 1e-10)
+        assert_arrays_near(result.gradients, expected.gradients, 1e-12)
+        assert_arrays_near(result.natural_gradients, expected.natural_gradients, 1e-10)
         for engine, batch in (whole, (inputs, targets)), (parts, (cut(inputs, targets),)):
             engine.observe(*batch)
     assert parts.counter == whole.counter == 6
-    assert_close(averages(parts), averages(whole), 1e-11)
+    assert_arrays_near(averages(parts), averages(whole), 1e-11)
 
 
 def test_products_are_those_of_the_whole_batch():
@@ -116,7 +109,7 @@ def test_products_are_those_of_the_whole_batch():
     vector = {name: np.ones_like(value) for name, value in engine.parameters.items()}
     for multiply in ("multiply_fisher", "multiply_ggn", "multiply_hessian"):
         expected = getattr(whole, multiply)(vector)
-        assert_close(getattr(parts, multiply)(vector), expected, 1e-12)
+        assert_arrays_near(getattr(parts, multiply)(vector), expected, 1e-12)
     np.testing.assert_allclose(parts.quadratic_forms(vector), whole.quadratic_forms(vector))
 
 
@@ -216,7 +209,7 @@ def test_parts_are_divided_by_the_targets_that_count(reduction):
     np.testing.assert_allclose(result.gradients["W"], expected, rtol=1e-12)
     engine.update_statistics(parts)
     whole.update_statistics(whole.trace({"x": x}, t))
-    assert_close(averages(engine), averages(whole), 1e-12)
+    assert_arrays_near(averages(engine), averages(whole), 1e-12)
     with pytest.raises(ke.NonFiniteError, match="no target of the loss on 'y' counts"):
         engine.gradients([parts[0], parts[0]])
 
@@ -230,7 +223,7 @@ def test_statistics_of_padded_positions_are_those_of_the_whole_batch(mode):
     targets[6, 1:], targets[8] = -100, -100
     whole.update_statistics(whole.trace(inputs, targets))
     parts.update_statistics(cut(inputs, targets))
-    assert_close(averages(parts), averages(whole), 1e-12)
+    assert_arrays_near(averages(parts), averages(whole), 1e-12)
     other = engine_of("token_mlp", estimation_mode=mode)[1]
     other.update_statistics(cut(inputs, abs(targets) % 2))
     assert any(
@@ -250,7 +243,7 @@ def test_parts_take_weights_as_a_third_entry():
     ]
     result = engine.gradients(parts)
     assert result.loss == pytest.approx(whole.loss, rel=1e-12)
-    assert_close(result.gradients, whole.gradients, 1e-12)
+    assert_arrays_near(result.gradients, whole.gradients, 1e-12)
 
 
 # -- normalizations and dropouts -------------------------------------------------------------------
@@ -263,7 +256,7 @@ def test_running_statistics_of_a_normalization_of_inputs_are_those_of_the_whole_
     expected = whole.gradients({"x": x}, y, update_buffers=True)
     result = parts.gradients(pairs, update_buffers=True)
     assert set(whole.buffers) == {"mean", "variance"}
-    assert_close(parts.buffers, whole.buffers, 1e-6)
+    assert_arrays_near(parts.buffers, whole.buffers, 1e-6)
     # A part is normalized by its own statistics: the gradients are those of its examples alone.
     alone = norm_net.engine()
     mean = sum(len(t) / N * alone.gradients(i, t).gradients["z.weight"] for i, t in pairs)
@@ -391,9 +384,9 @@ def test_parts_of_several_processes_are_those_of_one(ignored, approximation, mod
 
     for result, found in run(2, work):
         assert result.loss == pytest.approx(expected.loss, rel=1e-12)
-        assert_close(result.gradients, expected.gradients, 1e-12)
+        assert_arrays_near(result.gradients, expected.gradients, 1e-12)
         if mode == "exact":  # without a whole batch, ranks draw part by part as one process does
-            assert_close(found, averages(alone), 1e-12)
+            assert_arrays_near(found, averages(alone), 1e-12)
 
 
 FORMS = {

@@ -7,6 +7,7 @@ from onnx.reference import ReferenceEvaluator
 
 import kfac_engine as ke
 from tests import models
+from tests.comparing import assert_arrays_equal
 
 STATISTICS = ("norm.mean", "norm.var")
 # float32 averages over a batch in another order of addition.
@@ -84,8 +85,7 @@ def test_a_step_whose_statistics_overflow_is_refused_and_changes_nothing(data):
         engine.step(huge, targets)
     assert engine.counter == 1
     np.testing.assert_array_equal(engine.estimator.factors[0].cov, average)
-    for name, array in before.items():
-        np.testing.assert_array_equal(engine.buffers[name], array)
+    assert_arrays_equal(engine.buffers, before)
 
 
 def test_shared_statistics_move_once_for_each_use(data):

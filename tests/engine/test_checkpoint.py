@@ -8,6 +8,7 @@ import kfac_engine as ke
 from kfac_engine.engine.checkpoint import State, load_state, save_state
 from kfac_engine.system.writing import write_file
 from tests import models
+from tests.comparing import assert_arrays_equal
 from tests.two_layers import BLOCKS, batch, estimator_of, run, weights
 
 GENERATOR = {"bit_generator": "PCG64", "state": {"state": 2**100 + 1, "inc": 3}}
@@ -139,8 +140,7 @@ def test_views_with_any_strides_are_saved_by_value(tmp_path):
     parameters = {"w": np.arange(24.0).reshape(4, 6)[::2, ::-3].T, "scalar": np.array(2.5)}
     save_state(tmp_path / "s", [], State(0, GENERATOR, parameters))
     state, _ = load_state(tmp_path / "s", [], parameters)
-    for name, value in parameters.items():
-        np.testing.assert_array_equal(state.parameters[name], value)
+    assert_arrays_equal(state.parameters, parameters)
 
 
 # -- what is refused -------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import pytest
 
 import kfac_engine as ke
 from tests import models, oracle
+from tests.comparing import assert_arrays_close
 
 # Relative to the largest entry: float32 forward and backward passes of small networks.
 GRADIENT = 2e-5
@@ -53,10 +54,7 @@ def test_gradients_equal_finite_differences_of_the_mean_loss(name):
     )
     assert result.loss == pytest.approx(value, rel=1e-5)
     scale = max(np.abs(g).max() for g in gradients.values())
-    for parameter, expected in gradients.items():
-        np.testing.assert_allclose(
-            result.gradients[parameter], expected, atol=GRADIENT * scale, err_msg=parameter
-        )
+    assert_arrays_close(result.gradients, gradients, atol=GRADIENT * scale)
 
 
 @pytest.mark.parametrize("reduction", ["mean", "batch_mean", "sum"])
@@ -76,8 +74,7 @@ def test_reductions_are_those_documented(reduction):
         reduction=reduction,
     )
     assert result.loss == pytest.approx(value, rel=1e-10)
-    for parameter, expected in gradients.items():
-        np.testing.assert_allclose(result.gradients[parameter], expected, atol=1e-8)
+    assert_arrays_close(result.gradients, gradients, atol=1e-8)
 
 
 def test_natural_gradient_solves_the_damped_block():

@@ -10,6 +10,7 @@ import pytest
 import kfac_engine as ke
 from kfac_engine.data import demo_model, digits
 from tests import models
+from tests.comparing import assert_arrays_equal
 
 IMAGES, LABELS = digits()
 X, Y = {"image": IMAGES[:16]}, LABELS[:16]
@@ -64,8 +65,7 @@ def test_damping_set_on_an_engine_is_that_of_one_made_with_it():
     changed.damping = 0.5
     assert changed.damping == 0.5
     found, expected = (engine.step(X, Y).natural_gradients for engine in (changed, made))
-    for name, array in expected.items():
-        np.testing.assert_array_equal(found[name], array)
+    assert_arrays_equal(found, expected)
 
 
 @pytest.mark.parametrize("value", [0, -1, float("nan"), float("inf"), None, "1", True, 5e-324])
@@ -83,8 +83,7 @@ def test_a_schedule_that_is_set_is_followed_and_checked():
     engine.schedule = ke.Schedule(covariance_every=5, refresh_every=10)
     engine.step(X, Y)
     for old, new in zip(before[0], state_of(engine)[0], strict=True):
-        for name, array in old.items():
-            np.testing.assert_array_equal(array, new[name])
+        assert_arrays_equal(new, old)
     with pytest.raises(ke.InputError, match="Schedule"):
         engine.schedule = "round_robin"
 
@@ -103,8 +102,7 @@ def test_a_step_whose_natural_gradient_overflows_changes_nothing(threads):
     other = engine_of(threads=threads)
     other.step(X, Y)
     found, expected = (one.step(X, Y).natural_gradients for one in (engine, other))
-    for name, array in expected.items():
-        np.testing.assert_array_equal(found[name], array)
+    assert_arrays_equal(found, expected)
 
 
 @pytest.mark.parametrize("exp", [50, -1000])
@@ -212,8 +210,7 @@ def test_tensors_that_require_gradients_are_taken():
     engine = engine_of()
     wanted = {name: array + 1 for name, array in engine.parameters.items()}
     engine.set_parameters({name: Tensor(array, True) for name, array in wanted.items()})
-    for name, array in engine.parameters.items():
-        np.testing.assert_array_equal(array, wanted[name])
+    assert_arrays_equal(wanted, engine.parameters)
 
 
 # What cannot be copied because it has an engine or a session, and the remedy.

@@ -5,6 +5,7 @@ import pytest
 from safetensors import safe_open
 
 import kfac_engine as ke
+from tests.comparing import assert_arrays_equal
 from tests.models import Net, random_inputs
 
 WIDTH, DEPTH, EXAMPLES = 24, 5, 6
@@ -103,8 +104,7 @@ def test_gradients_and_state_are_those_of_trained_parameters(choice, tmp_path):
         assert len(factors) <= 2 * len(trained)
     part.export(tmp_path / "model.onnx")
     exported = engine_of(tmp_path / "model.onnx").parameters
-    for name, array in constants.items():
-        np.testing.assert_array_equal(exported[name], array)
+    assert_arrays_equal(exported, constants)
 
 
 def test_resumed_run_equals_one_run_though_frozen_values_are_not_saved(tmp_path):
@@ -123,8 +123,7 @@ def test_resumed_run_equals_one_run_though_frozen_values_are_not_saved(tmp_path)
     assert named
     assert all("dense4" in name for name in named)
     resumed = run(4, checkpoint=tmp_path, resume=True)
-    for name, array in whole.engine.parameters.items():
-        np.testing.assert_array_equal(resumed.engine.parameters[name], array)
+    assert_arrays_equal(resumed.engine.parameters, whole.engine.parameters)
 
 
 def test_frozen_layers_add_only_their_weights_to_memory():

@@ -12,6 +12,7 @@ import kfac_engine as ke
 from kfac_engine.__main__ import main
 from kfac_engine.data import demo_model
 from kfac_engine.system.state_files import checksum
+from tests.comparing import assert_arrays_equal
 from tests.engine.test_engine_safety import X, Y, assert_same, engine_of, state_of
 
 WEIGHTED = "factor/0/average"
@@ -126,8 +127,7 @@ def test_a_forged_state_is_refused_and_nothing_moves(forgery, saved, tmp_path):
         with pytest.raises(ke.InputError, match="state '"):
             engine.load(path)
         assert_same(before, state_of(engine))
-        for name, array in engine.parameters.items():
-            np.testing.assert_array_equal(array, parameters[name])
+        assert_arrays_equal(parameters, engine.parameters)
 
 
 def test_a_state_that_nobody_changed_is_taken(saved, tmp_path):

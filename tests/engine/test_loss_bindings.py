@@ -10,6 +10,7 @@ from onnx import helper, parser
 
 import kfac_engine as ke
 from tests import models
+from tests.comparing import assert_arrays_equal
 
 # Two float32 runs of one small network with its operators in another order.
 SAME = {"rtol": 2e-4, "atol": 2e-6}
@@ -205,8 +206,7 @@ def test_the_axis_of_the_classes_is_found(ending, axis):
     found = ke.precondition(model, inputs, targets, "categorical", damping=0.1)
     said = ke.precondition(model, inputs, targets, "categorical", damping=0.1, class_axis=axis)
     assert found.loss == said.loss
-    for name, gradient in said.natural_gradients.items():
-        np.testing.assert_array_equal(found.natural_gradients[name], gradient)
+    assert_arrays_equal(found.natural_gradients, said.natural_gradients)
     # The truth: the cross-entropy of the logits, with their classes last.
     logits = np.moveaxis(predicted.astype(np.float64), axis, -1).reshape(-1, 3)
     if " Softmax" in ending:
@@ -292,8 +292,7 @@ def test_losses_are_put_on_outputs_by_name_and_pattern():
         losses = dict(zip(names, (ke.Normal(weight=0.5), ke.Categorical(weight=2)), strict=True))
         found = ke.precondition(model, inputs, targets, losses)
         assert found.loss == said.loss
-        for name, gradient in said.natural_gradients.items():
-            np.testing.assert_array_equal(found.natural_gradients[name], gradient)
+        assert_arrays_equal(found.natural_gradients, said.natural_gradients)
     everything = ke.Engine.from_onnx(model, loss={"*": ke.Normal(weight=0.5)})
     assert [loss.output for loss in everything.losses] == ["logits", "mean"]
     means = {"logits": np.ones((6, 3)), "mean": np.ones((6, 2))}

@@ -12,6 +12,7 @@ import pytest
 
 import kfac_engine as ke
 from tests import models
+from tests.comparing import assert_arrays_equal
 
 EXPORTS = Path(__file__).resolve().parents[1] / "exports"
 # Rounding of a batch of 7 in float32; a wrong layout or pair differs by more than 0.1.
@@ -51,8 +52,7 @@ def check_gradients(engine, matches, gradients, batch):
         assert module[name].flags.writeable
         scale = max(abs(truth).max(), 1e-3)  # gradients of key biases are zero
         np.testing.assert_allclose(module[name], truth, atol=TOLERANCE * scale, rtol=0)
-    for name, array in matches.to_engine(module).items():
-        np.testing.assert_array_equal(array, result.gradients[name])
+    assert_arrays_equal(result.gradients, matches.to_engine(module))
 
 
 @pytest.mark.parametrize("stem", MATCHED)
@@ -202,5 +202,4 @@ def test_natural_gradients_of_gradients_from_the_module_equal_those_of_a_step():
     matches = ke.match_parameters(engine, state)
     result = engine.step(*batch)
     again = engine.precondition(matches.to_engine(matches.to_module(result.gradients)))
-    for name, natural in result.natural_gradients.items():
-        np.testing.assert_array_equal(again[name], natural)
+    assert_arrays_equal(again, result.natural_gradients)

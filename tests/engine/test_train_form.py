@@ -10,6 +10,7 @@ from onnxruntime import InferenceSession
 
 import kfac_engine as ke
 from tests import models
+from tests.comparing import assert_arrays_equal
 from tests.engine.test_inference import in_inference
 
 MOMENTUM = 0.7
@@ -90,8 +91,7 @@ def test_train_form_trains_bit_for_bit_like_the_file_in_training_form(data, make
     assert set(ours.buffers) == {f"norm{i}.{part}" for i in range(2) for part in ("mean", "var")}
     for arrays, others in ((ours.parameters, theirs.parameters), (ours.buffers, theirs.buffers)):
         assert arrays.keys() == others.keys()
-        for name, array in arrays.items():
-            np.testing.assert_array_equal(array, others[name], err_msg=name)
+        assert_arrays_equal(others, arrays)
     start = {e.name: numpy_helper.to_array(e) for e in network().graph.initializer}
     assert all((array != start[name]).any() for name, array in ours.buffers.items())
 
@@ -365,8 +365,7 @@ def test_one_value_of_each_channel_is_refused(train):
     before = {n: np.array(v) for n, v in {**engine.parameters, **engine.buffers}.items()}
     with pytest.raises(ke.InputError, match="one value for each channel"):
         train(engine)
-    for name, value in {**engine.parameters, **engine.buffers}.items():
-        np.testing.assert_array_equal(value, before[name])
+    assert_arrays_equal(before, {**engine.parameters, **engine.buffers})
 
 
 def test_one_value_of_each_channel_is_refused_in_files(tmp_path):

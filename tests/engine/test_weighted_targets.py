@@ -10,6 +10,7 @@ from onnx import numpy_helper, parser
 
 import kfac_engine as ke
 from tests import models, oracle
+from tests.comparing import assert_arrays_close, assert_arrays_equal
 from tests.distributed.threads import run
 
 WEIGHTS = np.array([2, 1, 0, 3, 1])
@@ -94,8 +95,7 @@ def test_garbage_under_a_mask_changes_no_bit(mode, reduction):
         averages.append([factor.cov for factor in tested.estimator.factors])
     for result, average in zip(results[1:], averages[1:], strict=True):
         assert result.loss == results[0].loss
-        for name, array in results[0].natural_gradients.items():
-            np.testing.assert_array_equal(result.natural_gradients[name], array)
+        assert_arrays_equal(result.natural_gradients, results[0].natural_gradients)
         for found, expected in zip(average, averages[0], strict=True):
             np.testing.assert_array_equal(found, expected)
     x = np.column_stack([inputs["input"][mask], np.ones(mask.sum())])
@@ -365,8 +365,7 @@ def test_an_optimizer_skips_a_batch_in_which_nothing_counts():
         tested = kind(engine(model), non_finite="skip")
         before = {name: array.copy() for name, array in tested.engine.parameters.items()}
         assert tested.step(inputs, nothing).skipped
-        for name, array in tested.engine.parameters.items():
-            np.testing.assert_array_equal(array, before[name])
+        assert_arrays_equal(before, tested.engine.parameters)
 
 
 def test_fit_takes_weights_in_files_and_shuffles_them_with_the_targets(tmp_path):
@@ -460,8 +459,7 @@ def test_optimizers_take_the_steps_of_a_batch_without_what_does_not_count(make):
         padded = one.step(inputs, ignored)
         alone = two.step(rows(inputs, chosen), targets[chosen])
         assert padded.loss == pytest.approx(alone.loss, rel=1e-5)
-    for name, array in two.engine.parameters.items():
-        np.testing.assert_allclose(one.engine.parameters[name], array, atol=1e-5)
+    assert_arrays_close(one.engine.parameters, two.engine.parameters, atol=1e-5)
 
 
 @pytest.fixture(scope="module")

@@ -10,6 +10,7 @@ from onnx import helper
 
 from kfac_engine.graph.structure import Graph, Input
 from kfac_engine.graph.write import build_model, serialize
+from tests.comparing import assert_arrays_close
 from tests.models import parsed
 
 # Models that the onnx package carries.
@@ -44,8 +45,7 @@ def run_graph(graph: Graph, feeds: Arrays, dtype: str = "float32") -> dict[str, 
 def assert_same(found: Arrays, expected: Arrays, tolerance: float) -> None:
     """Check names and values."""
     assert found.keys() == expected.keys()
-    for name, values in expected.items():
-        np.testing.assert_allclose(found[name], values, rtol=tolerance, atol=tolerance)
+    assert_arrays_close(found, expected, rtol=tolerance, atol=tolerance)
 
 
 def relabelled(model: onnx.ModelProto, opset: int) -> onnx.ModelProto:

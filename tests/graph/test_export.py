@@ -10,6 +10,7 @@ from kfac_engine.graph.analysis.trainable import trainable_parameters
 from kfac_engine.graph.export import export_files
 from kfac_engine.graph.load import load_graph, load_model
 from tests import models
+from tests.comparing import assert_arrays_equal
 from tests.graph.running import CARRIED, run_model
 
 
@@ -34,8 +35,7 @@ def test_export_changes_only_named_constants():
     value = np.full((5, 6), 7.0, np.float32)
     exported = exported_model(load_model(model), {"fc0.weight": value})
     expected = {**stored(model), "fc0.weight": value}
-    for key, found in stored(exported).items():
-        np.testing.assert_array_equal(found, expected[key])
+    assert_arrays_equal(expected, stored(exported))
     assert list(exported.graph.node) == list(model.graph.node)
 
 
@@ -97,8 +97,7 @@ def test_exported_filled_weights_have_new_values():
     onnx.checker.check_model(exported)
     again = load_graph(exported)
     assert again.nodes == model.graph.nodes
-    for name, value in values.items():
-        np.testing.assert_array_equal(again.constants[name], value)
+    assert_arrays_equal(again.constants, values)
 
 
 def test_exported_model_contains_external_weights(tmp_path):
@@ -107,8 +106,7 @@ def test_exported_model_contains_external_weights(tmp_path):
     exported = exported_model(load_model(path), {"fc0.bias": np.zeros(5, np.float32)})
     (tmp_path / "w.bin").unlink()
     expected = {**stored(model), "fc0.bias": np.zeros(5)}
-    for name, found in stored(exported).items():
-        np.testing.assert_array_equal(found, expected[name])
+    assert_arrays_equal(expected, stored(exported))
 
 
 def test_unknown_constant_raises_error():

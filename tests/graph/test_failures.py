@@ -8,6 +8,7 @@ from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 import kfac_engine as ke
 from kfac_engine.graph.failures import model_errors
 from kfac_engine.sessions.session import FAILURES
+from tests.comparing import assert_arrays_close
 from tests.models import written
 
 # A declared shape that contradicts the one that is inferred, in an operator set that is upgraded.
@@ -162,8 +163,7 @@ def test_gemm_transposes_for_any_nonzero_flag(transposed):
     wanted = {"input": left.T if transposed == "transA" else left}
     wanted["w"] = (g.T @ x) if transposed == "transB" else (x @ g)
     for gradients in found:
-        for name, truth in wanted.items():
-            np.testing.assert_allclose(gradients[name], truth, rtol=1e-5, atol=1e-5)
+        assert_arrays_close(gradients, wanted, rtol=1e-5, atol=1e-5)
 
 
 def test_damaged_domain_name_raises_error():

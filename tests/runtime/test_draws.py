@@ -5,6 +5,7 @@ import pytest
 from onnx import numpy_helper, parser
 
 import kfac_engine as ke
+from tests.comparing import assert_arrays_equal
 from tests.training.interruptions import InterruptionError, interrupt_at
 
 PASSES, WIDTH = 300, 8
@@ -183,5 +184,4 @@ def test_a_resumed_run_draws_the_numbers_of_a_run_without_interruption(optimizer
     resumed = run(checkpoint=tmp_path, resume=True)
     for other in (again, resumed):
         assert [r["loss"] for r in other.records] == [r["loss"] for r in whole.records]
-        for name, array in whole.engine.parameters.items():
-            np.testing.assert_array_equal(array, other.engine.parameters[name])
+        assert_arrays_equal(other.engine.parameters, whole.engine.parameters)

@@ -9,6 +9,7 @@ from onnx import numpy_helper
 
 import kfac_engine as ke
 from tests import models
+from tests.comparing import assert_arrays_equal
 
 X = np.random.default_rng(0).normal(size=(7, 5)).astype(np.float32)
 
@@ -57,8 +58,7 @@ def test_adapters_of_a_trained_engine_are_those_of_its_file(adapted, tmp_path):
     assert contents[0] == contents[1]
     loaded = ke.load_adapter(adapted, tmp_path / "file.onnx_adapter")
     arrays = {e.name: numpy_helper.to_array(e) for e in loaded.graph.initializer}
-    for name, array in values(adapted).items():
-        np.testing.assert_array_equal(arrays[name], array)
+    assert_arrays_equal(arrays, values(adapted))
 
 
 def changed(model, name, array):

@@ -8,6 +8,7 @@ import pytest
 
 import kfac_engine as ke
 from kfac_engine.training.batches import run_data
+from tests.comparing import assert_arrays_close, assert_arrays_equal
 from tests.distributed.threads import run
 from tests.training import softmax_net as net
 
@@ -140,8 +141,7 @@ def test_float32_steps_are_those_of_the_whole_batch():
     x, y = net.batch(dtype="float32", n=EXAMPLES)
     ke.SGD(whole, 0.1).step({"x": x}, y)
     ke.SGD(parts, 0.1).step(cut((x, y), PARTS))
-    for name, array in whole.parameters.items():
-        np.testing.assert_allclose(parts.parameters[name], array, rtol=1e-6, atol=1e-7)
+    assert_arrays_close(parts.parameters, whole.parameters, rtol=1e-6, atol=1e-7)
 
 
 # -- runs ------------------------------------------------------------------------------------------
@@ -163,8 +163,7 @@ def test_a_run_is_that_of_the_larger_batch_size(size, parts):
     found, parameters, history = fitted(batch_size=size, accumulate=parts)
     assert len(losses) == 3 * max(1, 40 // (size * parts))
     np.testing.assert_allclose(found, losses, rtol=1e-9)
-    for name, array in expected.items():
-        np.testing.assert_allclose(parameters[name], array, rtol=0, atol=1e-8)
+    assert_arrays_close(parameters, expected, rtol=0, atol=1e-8)
     assert history.description["settings"]["accumulate"] == parts
 
 
@@ -177,8 +176,7 @@ def test_a_run_of_a_file_with_a_fixed_batch_is_that_of_the_larger_batch_size(fix
     losses, expected, _ = fitted(batch_size=fixed * parts, **options)
     found, parameters, _ = fitted(fixed, batch_size=fixed, accumulate=parts, **options)
     np.testing.assert_allclose(found, losses, rtol=1e-9)
-    for name, array in expected.items():
-        np.testing.assert_allclose(parameters[name], array, rtol=0, atol=1e-8)
+    assert_arrays_close(parameters, expected, rtol=0, atol=1e-8)
 
 
 def test_arrays_are_cut_for_a_fixed_batch_size_only():
@@ -217,8 +215,7 @@ def test_a_resumed_run_continues_with_its_parts(tmp_path):
     with pytest.raises(ke.InputError, match="accumulate=3, and this run has accumulate=2"):
         fitted(batch_size=4, accumulate=2, checkpoint=tmp_path, resume=True)
     _, parameters, _ = fitted(batch_size=4, accumulate=3, checkpoint=tmp_path, resume=True)
-    for name, array in expected.items():
-        np.testing.assert_array_equal(parameters[name], array)
+    assert_arrays_equal(parameters, expected)
 
 
 def _stop(record, optimizer):

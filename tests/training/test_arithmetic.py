@@ -9,6 +9,7 @@ import kfac_engine as ke
 from kfac_engine.engine import profiling
 from kfac_engine.training.vectors import add_multiple, combine, dot
 from tests import models
+from tests.comparing import assert_arrays_equal
 from tests.engine.test_engine import random_targets
 from tests.training import softmax_net as net
 
@@ -98,8 +99,7 @@ def test_steps_leave_the_parameters_that_a_caller_has_read(make):
         histories.append((read, {name: value.copy() for name, value in read.items()}))
         optimizer.step({"x": x}, y)
     for read, copies in histories:
-        for name, copy in copies.items():
-            np.testing.assert_array_equal(read[name], copy)
+        assert_arrays_equal(read, copies)
 
 
 def test_a_stage_has_the_time_outside_the_stages_inside(monkeypatch):

@@ -7,6 +7,7 @@ from scipy.optimize import brentq
 import kfac_engine as ke
 from kfac_engine.curvature.blocks.base import uses
 from kfac_engine.training.evidence import Evidence
+from tests.comparing import assert_arrays_equal
 from tests.models import written
 
 ROWS, COLUMNS, BATCH = 1280, 6, 128
@@ -97,8 +98,7 @@ def test_rows_that_come_for_the_first_time_have_the_usual_decay():
     for optimizer in ones:
         trained(optimizer, 1)
     assert not precisions(ones[0]).any()
-    for name, value in ones[0].engine.parameters.items():
-        np.testing.assert_array_equal(value, ones[1].engine.parameters[name])
+    assert_arrays_equal(ones[1].engine.parameters, ones[0].engine.parameters)
     for optimizer in ones:
         trained(optimizer, 2, start=1)
     assert precisions(ones[0]).all()
@@ -172,5 +172,4 @@ def test_a_saved_run_continues_with_equal_bits(tmp_path):
     assert isinstance(resumed._basis.evidence, Evidence)
     trained(resumed, 4, start=2)
     np.testing.assert_array_equal(precisions(resumed), precisions(whole))
-    for name, value in whole.engine.parameters.items():
-        np.testing.assert_array_equal(value, resumed.engine.parameters[name])
+    assert_arrays_equal(resumed.engine.parameters, whole.engine.parameters)

@@ -7,6 +7,7 @@ import pytest
 
 import kfac_engine as ke
 from kfac_engine.training import kfac
+from tests.comparing import assert_arrays_close, assert_arrays_equal
 from tests.distributed import threads
 from tests.models import parsed
 
@@ -104,8 +105,7 @@ def test_a_failed_trial_goes_back_to_where_exact_steps_began(make, tmp_path):
         if optimizer._basis.repeated.refused:
             break
     assert BEFORE < step < BEFORE + TRIAL
-    for name, value in optimizer.engine.parameters.items():
-        np.testing.assert_array_equal(value, began[name])
+    assert_arrays_equal(began, optimizer.engine.parameters)
     assert not is_exact(optimizer.step({"x": x}, y))
     assert not np.array_equal(next(iter(began.values())), first_of(optimizer))
 
@@ -217,8 +217,7 @@ def test_parts_and_ranks_take_the_exact_steps_of_the_whole_batch(width):
     cuts = (slice(0, 17), slice(17, 18), slice(18, None))
     parts = [({"x": x[cut]}, y[cut]) for cut in cuts]
     for others in (trained(lambda optimizer: optimizer.step(parts)), *threads.run(2, of_rank)):
-        for name, value in whole.items():
-            np.testing.assert_allclose(others[name], value, rtol=CLOSE, atol=CLOSE)
+        assert_arrays_close(others, whole, rtol=CLOSE, atol=CLOSE)
 
 
 def coupled():
@@ -337,8 +336,7 @@ def test_steps_in_the_sample_space_are_those_of_gauss_newton():
         reports = optimizer.step({"x": x}, y), other.step({"x": x}, y)
         assert reports[0].damping == reports[1].damping
         assert reports[0].reduction_ratio == reports[1].reduction_ratio
-    for name, value in engine.parameters.items():
-        np.testing.assert_array_equal(optimizer.engine.parameters[name], value)
+    assert_arrays_equal(optimizer.engine.parameters, engine.parameters)
 
 
 # More parameters than examples, and fewer.
@@ -355,8 +353,7 @@ def test_a_run_is_resumed_with_equal_bits(steps, width, tmp_path):
     second.load(tmp_path / "state")
     for _ in range(6):
         assert second.step({"x": x}, y).loss == whole.step({"x": x}, y).loss
-    for name, value in whole.engine.parameters.items():
-        np.testing.assert_array_equal(second.engine.parameters[name], value)
+    assert_arrays_equal(second.engine.parameters, whole.engine.parameters)
 
 
 @pytest.mark.parametrize("steps", [BEFORE - 1, BEFORE, BEFORE + TRIAL])

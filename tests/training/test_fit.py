@@ -10,6 +10,7 @@ import pytest
 
 import kfac_engine as ke
 from kfac_engine.training.budget import SCHEDULES, Budget, Position
+from tests.comparing import assert_arrays_equal, same
 from tests.models import parsed
 from tests.training import softmax_net as net
 from tests.training.interruptions import InterruptionError, interrupt_at
@@ -24,10 +25,6 @@ def data():
 
 def parameters(history):
     return history.engine.parameters
-
-
-def same(left, right):
-    return all(np.array_equal(left[name], right[name]) for name in left)
 
 
 def options(**changes):
@@ -433,8 +430,7 @@ def test_options_are_those_of_the_optimizer_by_name(source):
     found = ke.fit(source(), (x, y), optimizer="sgd", steps=2, **chosen)
     engine = net.engine("float32")
     expected = ke.fit(engine, (x, y), optimizer=ke.SGD(engine, **chosen), steps=2)
-    for name, array in expected.engine.parameters.items():
-        np.testing.assert_array_equal(found.engine.parameters[name], array)
+    assert_arrays_equal(found.engine.parameters, expected.engine.parameters)
     assert found.description["settings"]["learning_rate"] == 0.3
     with pytest.raises(ke.InputError, match="has its options already; leave out: momentum"):
         ke.fit(engine, (x, y), optimizer=ke.SGD(engine), steps=1, momentum=0.5)

@@ -11,6 +11,7 @@ from kfac_engine.engine import sample_space
 from kfac_engine.system import memory_limits
 from tests import models, oracle
 from tests.analysis.fisher_matrix import test_example_gradients as readings
+from tests.comparing import assert_arrays_close, assert_arrays_equal
 from tests.distributed import threads
 from tests.models import parsed
 from tests.training.test_exact_steps import linear, linear_data, network
@@ -263,8 +264,7 @@ def test_parameters_stay_where_no_damping_lowers_the_loss():
     optimizer = optimizer_of(network([1, 4, 1]), learning_rate=1e6)
     before = optimizer.engine.parameters
     report = optimizer.step({"x": x}, y)
-    for name, value in optimizer.engine.parameters.items():
-        np.testing.assert_array_equal(value, before[name])
+    assert_arrays_equal(before, optimizer.engine.parameters)
     assert report.predicted_change == 0
     assert optimizer.damping == pytest.approx(3**8)
 
@@ -275,8 +275,7 @@ def test_parts_of_a_batch_take_the_step_of_the_whole_batch():
     for _ in range(4):
         whole.step({"x": x}, y)
         divided.step([({"x": x[:7]}, y[:7]), ({"x": x[7:]}, y[7:])])
-    for name, value in whole.engine.parameters.items():
-        np.testing.assert_allclose(divided.engine.parameters[name], value, rtol=0, atol=1e-9)
+    assert_arrays_close(divided.engine.parameters, whole.engine.parameters, rtol=0, atol=1e-9)
 
 
 def test_fit_trains_with_the_optimizer_by_name():

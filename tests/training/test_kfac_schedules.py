@@ -8,6 +8,7 @@ from onnx import numpy_helper, parser
 import kfac_engine as ke
 from kfac_engine.curvature import refreshes
 from kfac_engine.curvature.schedule import GrowingPlanner, Planner, Work
+from tests.comparing import assert_arrays_equal
 from tests.nightly import SEED
 from tests.training import softmax_net as net
 
@@ -33,8 +34,7 @@ def stored(optimizer):
 
 
 def assert_same(one, other):
-    for name, value in one.engine.parameters.items():
-        np.testing.assert_array_equal(value, other.engine.parameters[name])
+    assert_arrays_equal(other.engine.parameters, one.engine.parameters)
 
 
 def growing(period, steps=STEPS, start=0):
@@ -212,5 +212,4 @@ def test_gradients_of_single_examples_are_measured_once_in_a_period_of_refreshes
     monkeypatch.setattr(GrowingPlanner, "begins_period", lambda self, counter: True)
     whole, same = trained()
     assert whole == always
-    for name, value in parameters.items():
-        np.testing.assert_array_equal(value, same[name])
+    assert_arrays_equal(same, parameters)

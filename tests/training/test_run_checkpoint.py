@@ -11,6 +11,7 @@ import kfac_engine as ke
 from kfac_engine.system.writing import FileLock
 from kfac_engine.training.checkpoint import SavedState
 from kfac_engine.training.run_checkpoint import CHECKPOINT, RecordFile, position_of, read_records
+from tests.comparing import same
 from tests.training import softmax_net as net
 from tests.training.interruptions import InterruptionError, interrupt_at
 
@@ -32,10 +33,6 @@ def records_in(folder):
 
 def record_of(step, **changes):
     return {"step": step, "epoch": 0, "seconds": 0.5, "loss": 0.1 * step, **changes}
-
-
-def same(left, right):
-    return all(np.array_equal(left[name], right[name]) for name in left)
 
 
 # -- size ------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import onnxruntime as ort
 import pytest
 
 import kfac_engine as ke
+from tests.comparing import assert_arrays_close, assert_arrays_equal
 from tests.models import Net
 from tests.training_files.nets import data, names, network, unchanged
 
@@ -104,8 +105,7 @@ def test_a_step_that_is_not_finite_changes_nothing(optimizer, tmp_path):
     after = files.run([(broken, targets), (inputs, targets)], steps=2, state=start)
     without = files.run([(inputs, targets)], steps=1, state=start)
     assert (after.skipped, without.skipped) == (1, 0)
-    for name, value in without.state.items():
-        np.testing.assert_array_equal(after.state[name], value)
+    assert_arrays_equal(after.state, without.state)
 
 
 @pytest.mark.parametrize(("wrong", "hidden"), [(-100, None), (-1, -100), (3, -100)])
@@ -131,8 +131,7 @@ def test_a_state_comes_home_and_goes_out_again(files, tmp_path):
     path = tmp_path / "state.safetensors"
     files.save(files.run(batches[:4], steps=4).state, path)
     again = ke.TrainingFiles(files.folder).run(batches[4:], steps=2, state=path)
-    for name, value in whole.state.items():
-        np.testing.assert_array_equal(again.state[name], value)
+    assert_arrays_equal(again.state, whole.state)
     assert again.losses == whole.losses[4:]
 
     files.export(whole.state, tmp_path / "trained.onnx")
@@ -284,8 +283,7 @@ def test_a_run_from_a_state_continues_the_run(given, calls, tmp_path):
     whole, first = run(10), run(5)
     second = run(5, first.state)
     assert [*first.losses, *second.losses] == whole.losses
-    for name, value in whole.state.items():
-        np.testing.assert_array_equal(second.state[name], value)
+    assert_arrays_equal(second.state, whole.state)
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adam", "adamw", "muon"])
@@ -296,8 +294,7 @@ def test_learning_rate_left_out_is_that_of_fit(optimizer, tmp_path):
     result = files.step(files.initial(), inputs, targets)
     found = {name: result[f"new {name}"] for name in files.parameters}
     history = ke.fit(model, [(inputs, targets)], optimizer=optimizer, steps=1, schedule="constant")
-    for name, array in history.engine.parameters.items():
-        np.testing.assert_allclose(found[name], array, rtol=1e-5, atol=1e-6)
+    assert_arrays_close(found, history.engine.parameters, rtol=1e-5, atol=1e-6)
 
 
 def test_files_of_two_exports_are_refused(files, tmp_path):

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import kfac_engine as ke
+from tests.comparing import assert_arrays_close
 from tests.models import Net
 from tests.nightly import nightly_but
 from tests.training_files.nets import data, network
@@ -26,8 +27,7 @@ def test_several_steps_in_a_call_equal_single_steps(optimizer, net, tmp_path):
     first, second = (files.run(batches, steps=10, rate=rate) for files in (one, many))
     assert first.skipped == second.skipped == 1
     np.testing.assert_allclose(second.losses, first.losses, rtol=1e-5)
-    for name, value in first.state.items():
-        np.testing.assert_allclose(second.state[name], value, rtol=1e-4, atol=1e-5)
+    assert_arrays_close(second.state, first.state, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("optimizer", ["kfac", "adamw"])
@@ -43,8 +43,7 @@ def test_parts_of_a_batch_give_the_step_of_the_batch(optimizer, net, tmp_path):
     batches = [data(model, seed, n) for seed, n in enumerate((12, 7, 3, 2, 1, 12))]
     first, second = (files.run(batches, steps=6) for files in (whole, parts))
     np.testing.assert_allclose(second.losses, first.losses, rtol=1e-4)
-    for name, value in first.state.items():
-        np.testing.assert_allclose(second.state[name], value, rtol=1e-3, atol=1e-5)
+    assert_arrays_close(second.state, first.state, rtol=1e-3, atol=1e-5)
     inputs, targets = batches[1]
     states = first.state, second.state
     a, b = (f.step(s, inputs, targets) for f, s in zip((whole, parts), states, strict=True))
@@ -80,8 +79,7 @@ def test_running_statistics_after_parts_are_those_of_the_optimizer(parts, n, sev
     losses = [optimizer.step(batch).loss for _ in range(2)]
     np.testing.assert_allclose(result.losses, losses, rtol=1e-5)
     assert list(engine.buffers) == ["bn.mean", "bn.var"]
-    for name, value in engine.buffers.items():
-        np.testing.assert_allclose(result.state[name], value, rtol=1e-5, atol=1e-6)
+    assert_arrays_close(result.state, engine.buffers, rtol=1e-5, atol=1e-6)
 
 
 def test_a_model_of_one_batch_size_is_not_divided(tmp_path):

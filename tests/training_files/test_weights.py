@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 import kfac_engine as ke
+from tests.comparing import assert_arrays_close, assert_arrays_equal
 from tests.models import Net, parsed, random_inputs, two_outputs
 from tests.training_files.nets import ROWS, data, names, network, unchanged, updated
 
@@ -18,8 +19,7 @@ def test_parts_count_the_targets_of_the_whole_batch(optimizer, tmp_path):
         folder = tmp_path / str(parts)
         files = ke.export_training(model, optimizer=optimizer, path=folder, accumulate=parts)
         results.append(files.step(files.initial(), inputs, targets))
-    for name, value in results[0].items():
-        np.testing.assert_allclose(results[1][name], value, rtol=1e-4, atol=1e-6)
+    assert_arrays_close(results[1], results[0], rtol=1e-4, atol=1e-6)
     engine = ke.Engine.from_onnx(model, loss="categorical", threads=1)
     expected = engine.evaluate((inputs, targets), metrics=["loss", "accuracy"])
     for name in ("loss", "accuracy"):
@@ -54,8 +54,7 @@ def test_parts_have_the_weights_of_the_whole_batch(loss, given, targets, optimiz
         folder = tmp_path / str(parts)
         files = ke.export_training(model, loss, optimizer, path=folder, accumulate=parts, **given)
         results.append(files.step(files.initial(), *batch))
-        for name, value in results[0].items():
-            np.testing.assert_allclose(results[-1][name], value, rtol=1e-4, atol=1e-6)
+        assert_arrays_close(results[-1], results[0], rtol=1e-4, atol=1e-6)
     engine = ke.Engine.from_onnx(model, loss=loss, threads=1)
     metrics = [name for name in ("loss", "accuracy") if name in results[0]]
     expected = engine.evaluate([batch], metrics=metrics)
@@ -129,8 +128,7 @@ def test_what_lies_under_a_mask_changes_no_bit_of_a_step(tmp_path):
         spoiled = np.where(mask[..., None], array, np.float32(garbage))
         batch = {name: spoiled}, ke.Weighted(np.where(mask, targets, other), mask)
         results.append(files.step(start, *batch))
-    for name, array in results[0].items():
-        np.testing.assert_array_equal(results[1][name], array)
+    assert_arrays_equal(results[1], results[0])
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from kfac_engine.runtime.trace import Trace
 from kfac_engine.verification import exports, specimen, verify as verification
 from kfac_engine.verification.checks import FAINT, MOST_TOLERANCE
 from tests import models
+from tests.comparing import assert_arrays_equal
 from tests.engine.test_train_form import network
 
 CHECKS = ("gradients", "curvature products", "blocks", "inverses", "export")
@@ -113,8 +114,7 @@ def test_an_engine_keeps_its_state():
     assert engine.estimator.rng.bit_generator.state == generator
     for factor, array in zip(engine.estimator.factors, before, strict=True):
         np.testing.assert_array_equal(factor.cov, array)
-    for name, array in moved.items():
-        np.testing.assert_array_equal(engine.parameters[name], array)
+    assert_arrays_equal(engine.parameters, moved)
     with pytest.raises(ke.InputError, match="leave out: damping"):
         ke.verify(engine, inputs, targets, damping=0.1)
 

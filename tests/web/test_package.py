@@ -12,6 +12,7 @@ import pytest
 import kfac_engine as ke
 from kfac_engine.data import demo_model
 from scripts.browser_files import PACKAGE, RUNTIME, TRAIN, shuffled, write_digits
+from tests.comparing import assert_arrays_close
 from tests.models import Net
 from tests.pages import blocks
 
@@ -95,8 +96,7 @@ def test_losses_metrics_and_states_equal_those_of_python(optimizer, folder, tmp_
     logits = files.predict(of_package, {"image": images[TRAIN : TRAIN + 5]})["logits"]
     assert results["dims"] == [5, 10]
     np.testing.assert_allclose(results["logits"], logits.ravel(), rtol=1e-4, atol=1e-4)
-    for name, value in files.evaluate(of_package, [held_out]).items():
-        np.testing.assert_allclose(results["metrics"][name], value, rtol=1e-4)
+    assert_arrays_close(results["metrics"], files.evaluate(of_package, [held_out]), rtol=1e-4)
 
 
 def schedule(done):

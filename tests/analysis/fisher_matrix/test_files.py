@@ -11,6 +11,7 @@ from safetensors.numpy import save_file
 import kfac_engine as ke
 from tests import models
 from tests.analysis.fisher_matrix.dense import dense, measured, uneven
+from tests.comparing import assert_arrays_equal
 
 MODEL = models.mlp(dtype="float64")
 INPUTS = models.random_inputs(MODEL, batch=5)
@@ -48,8 +49,7 @@ def test_loaded_curvature_equals_the_saved_one(tmp_path, options):
     assert repr(loaded) == repr(saved)
     np.testing.assert_array_equal(dense(loaded, power=-0.5, damping=0.1),
                                   dense(saved, power=-0.5, damping=0.1))  # fmt: skip
-    for key, values in saved.eigenvalues().items():
-        np.testing.assert_array_equal(loaded.eigenvalues()[key], values)
+    assert_arrays_equal(loaded.eigenvalues(), saved.eigenvalues())
     if options.get("structure", "kron") in ("kron", "ekfac") and "layers" not in options:
         moment = saved.input_moment("fc1.weight")
         np.testing.assert_array_equal(loaded.input_moment("fc1.weight"), moment)
@@ -117,8 +117,7 @@ def test_a_loss_with_options_is_stored(loss, tmp_path):
     assert (found.name, found.weight, found.find_logits) == (
         expected.name, expected.weight, expected.find_logits,
     )  # fmt: skip
-    for option, value in expected.options.items():
-        np.testing.assert_array_equal(found.options[option], value)
+    assert_arrays_equal(found.options, expected.options)
 
 
 def test_options_of_losses_in_files_of_older_versions_are_read(tmp_path):

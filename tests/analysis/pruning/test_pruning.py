@@ -7,6 +7,7 @@ import pytest
 import kfac_engine as ke
 from kfac_engine.data import demo_model, digits
 from tests.analysis.pruning.linear import linear_curvature, vector
+from tests.comparing import assert_arrays_equal
 
 DAMPING = 0.05
 
@@ -102,8 +103,7 @@ def test_zeros_are_inputs_of_each_output_in_every_layout_and_structure(layout, s
     by_count.flat[np.argsort(abs(W), axis=None)[:5]] = 0.0
     for options, expected in (({"pattern": "2:4"}, by_pattern), ({"count": 5}, by_count)):
         pruned = ke.prune(curvature, method="magnitude", **options)
-        for name, array in parameters(expected, b).items():
-            np.testing.assert_array_equal(pruned[name], array)
+        assert_arrays_equal(pruned, parameters(expected, b))
 
 
 def test_all_weights_of_a_block_can_be_pruned():

@@ -7,6 +7,7 @@ from scipy.sparse.linalg import aslinearoperator, cg, eigsh
 import kfac_engine as ke
 from tests import models, oracle
 from tests.analysis.fisher_matrix.dense import DOUBLE, MODELS, assert_close, uneven
+from tests.comparing import assert_arrays_equal
 
 N = 6
 
@@ -62,8 +63,7 @@ def test_vector_converts_parameters():
     row, _ = A.vector.join(arrays)
     names = tuple(A.vector.shapes)
     types = dict.fromkeys(names, np.dtype(float))
-    for name, array in A.vector.split(row, names, types, several=False).items():
-        np.testing.assert_array_equal(array, arrays[name])
+    assert_arrays_equal(arrays, A.vector.split(row, names, types, several=False))
 
 
 # -- bad input -------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from kfac_engine.layers.layer_forms import LayerForm
 from tests import models, oracle
 from tests.analysis.fisher_matrix.dense import DOUBLE, assert_close, dense, measured
 from tests.analysis.laplace.test_posterior import jacobian
+from tests.comparing import assert_arrays_equal
 
 APPROXIMATIONS = {"fully_connected": "whole"}
 OPTIONS = {"loss": "categorical", "reduction": "batch_mean", "threads": 1, "backend": "numpy"}
@@ -120,8 +121,7 @@ def test_steps_and_checkpoints_multiply_by_the_inverse_of_the_dense_matrix(model
     restored = engine_of(model)
     restored.load(tmp_path / "state.npz")
     again = restored.precondition(result.gradients)
-    for name, array in engine.precondition(result.gradients).items():
-        np.testing.assert_array_equal(again[name], array)
+    assert_arrays_equal(again, engine.precondition(result.gradients))
 
 
 def test_the_inspection_shows_the_formula_and_the_sizes_of_the_factors(model, tmp_path, capsys):

@@ -10,6 +10,7 @@ from kfac_engine.backend.cpu.linear_algebra import NumpyLinearAlgebra
 from kfac_engine.curvature.factors.dense import DenseSquareMatrixFactor
 from kfac_engine.curvature.factors.statistics import KroneckerMoment
 from kfac_engine.layers.views import RowView
+from tests.comparing import assert_arrays_equal
 
 DOUBLE = 1e-11  # relative: float64 through a condition number of a hundred
 SINGLE = 1e-5  # relative: a float32 matrix, inverted in float64
@@ -296,8 +297,7 @@ def test_a_batch_that_does_not_fit_leaves_the_factor_as_it_was(values, error):
         observe(factor, values)
     after = factor.arrays()
     assert before.keys() == after.keys()
-    for name, array in before.items():
-        np.testing.assert_array_equal(after[name], array)
+    assert_arrays_equal(after, before)
     assert factor.average.weight == 1.0
 
 

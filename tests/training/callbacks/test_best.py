@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 import kfac_engine as ke
+from tests.comparing import same
 from tests.training import norm_net as net
 from tests.training.interruptions import InterruptionError, interrupt_at
 
@@ -40,10 +41,6 @@ def run(*callbacks, plan=PLAN, **changes):
         "metrics": [Planned(plan)], "validation": net.batch(1, n=16),  # one batch
     }  # fmt: skip
     return ke.fit(net.engine(), net.batch(), callbacks=callbacks, **options | changes)
-
-
-def same(left, right):
-    return left.keys() == right.keys() and all(np.array_equal(left[n], right[n]) for n in left)
 
 
 # -- early stop ------------------------------------------------------------------------------------

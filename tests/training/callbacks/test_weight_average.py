@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 import kfac_engine as ke
+from tests.comparing import same
 from tests.training import norm_net as net
 from tests.training.interruptions import InterruptionError, interrupt_at
 
@@ -31,10 +32,6 @@ def weighted(seen, factors):
         for name in seen[0]
     }
     return means | {name: seen[-1][name] for name in BUFFERS}
-
-
-def same(left, right):
-    return left.keys() == right.keys() and all(np.array_equal(left[n], right[n]) for n in left)
 
 
 def assert_close(weights, expected):
