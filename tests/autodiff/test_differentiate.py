@@ -45,21 +45,32 @@ A, B, G = np.array([2.0, -3.0]), np.array([5.0, 7.0]), np.array([1.5, -0.5])
 # -- adding up -------------------------------------------------------------------------------------
 
 
-def test_value_read_by_two_nodes_receives_sum_of_cotangents():
-    nodes = [node("Mul", "a b", "y"), node("Add", "y a", "z")]
-    made = build(nodes, {"a": A, "b": B}, ["z"], ["a"])
-    np.testing.assert_allclose(gradients(made, z=G)["a"], G * (B + 1), rtol=ROUNDING)
+# Nodes, cotangents of their outputs, and gradients.
+SUMS = {
+    "two readers": (
+        [node("Mul", "a b", "y"), node("Add", "y a", "z")], {"z": G}, {"a": G * (B + 1)}),
+    "one reader twice": ([node("Mul", "a a", "y")], {"y": G}, {"a": 2 * A * G}),
+    "three readers in a chain": (
+        [node("Mul", "a a", "s"), node("Mul", "s a", "c"), node("Add", "c s", "y")], {"y": G},
+        {"a": G * (3 * A**2 + 2 * A)}),
+    "several outputs": (
+        [node("Mul", "a b", "y"), node("Neg", "a", "z")], {"y": G, "z": A}, {"a": G * B - A}),
+    "readers of an intermediate value": (
+        [node("Neg", "a", "h"), node("Mul", "h h", "s"), node("Add", "s h", "y")], {"y": G},
+        {"h": G * (2 * -A + 1)}),
+    "a parameter and a value that depends on it": (
+        [node("Mul", "a b", "h"), node("Mul", "h h", "y")], {"y": G},
+        {"h": 2 * A * B * G, "b": 2 * A * A * B * G}),
+    "an output that another output reads": (
+        [node("Neg", "a", "h"), node("Mul", "h h", "y")], {"h": B, "y": G},
+        {"h": B + 2 * -A * G}),
+}  # fmt: skip
 
 
-def test_value_read_twice_by_one_node_receives_sum_of_cotangents():
-    made = build([node("Mul", "a a", "y")], {"a": A}, ["y"], ["a"])
-    np.testing.assert_allclose(gradients(made, y=G)["a"], 2 * A * G, rtol=ROUNDING)
-
-
-def test_value_read_three_times_in_chain_receives_sum_of_cotangents():
-    nodes = [node("Mul", "a a", "s"), node("Mul", "s a", "c"), node("Add", "c s", "y")]
-    made = build(nodes, {"a": A}, ["y"], ["a"])
-    np.testing.assert_allclose(gradients(made, y=G)["a"], G * (3 * A**2 + 2 * A), rtol=ROUNDING)
+@pytest.mark.parametrize(("nodes", "cotangents", "expected"), SUMS.values(), ids=SUMS)
+def test_cotangents_of_all_readers_and_outputs_are_added(nodes, cotangents, expected):
+    made = build(nodes, {"a": A, "b": B}, list(cotangents), list(expected))
+    assert_arrays_close(gradients(made, **cotangents), expected, rtol=ROUNDING)
 
 
 @pytest.mark.parametrize(("op", "rows"), [("MatMul", 1), ("Gemm", 1), ("MatMul", 9)])
@@ -106,39 +117,10 @@ def test_cotangents_are_added_as_soon_as_they_are_known():
             assert order.index(added.inputs[1]) == place - 1
 
 
-def test_cotangents_of_several_outputs_are_added():
-    nodes = [node("Mul", "a b", "y"), node("Neg", "a", "z")]
-    made = build(nodes, {"a": A, "b": B}, ["y", "z"], ["a"])
-    np.testing.assert_allclose(gradients(made, y=G, z=A)["a"], G * B - A, rtol=ROUNDING)
-
-
-# -- intermediate values ---------------------------------------------------------------------------
-
-
-def test_gradient_of_intermediate_value_includes_all_readers():
-    nodes = [node("Neg", "a", "h"), node("Mul", "h h", "s"), node("Add", "s h", "y")]
-    made = build(nodes, {"a": A}, ["y"], ["h"])
-    np.testing.assert_allclose(gradients(made, y=G)["h"], G * (2 * -A + 1), rtol=ROUNDING)
-
-
-def test_gradients_of_parameter_and_dependent_value_are_both_total():
-    nodes = [node("Mul", "a b", "h"), node("Mul", "h h", "y")]
-    made = build(nodes, {"a": A, "b": B}, ["y"], ["h", "b"])
-    found = gradients(made, y=G)
-    np.testing.assert_allclose(found["h"], 2 * A * B * G, rtol=ROUNDING)
-    np.testing.assert_allclose(found["b"], 2 * A * A * B * G, rtol=ROUNDING)
-
-
 def test_gradient_of_output_is_its_cotangent():
     made = build([node("Neg", "a", "y")], {"a": A}, ["y"], ["y"])
     np.testing.assert_array_equal(gradients(made, y=G)["y"], G)
     assert made.backward.nodes == ()
-
-
-def test_gradient_of_output_read_by_other_output_is_total():
-    nodes = [node("Neg", "a", "h"), node("Mul", "h h", "y")]
-    made = build(nodes, {"a": A}, ["h", "y"], ["h"])
-    np.testing.assert_allclose(gradients(made, h=B, y=G)["h"], B + 2 * -A * G, rtol=ROUNDING)
 
 
 # -- paths that end --------------------------------------------------------------------------------
