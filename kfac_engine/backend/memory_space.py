@@ -6,7 +6,7 @@ returns its own arrays through DLPack, both without copies.
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Final, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +14,14 @@ import numpy.typing as npt
 from kfac_engine._types import Array, DType
 from kfac_engine.backend.cpu.reductions import all_finite
 from kfac_engine.backend.namespace import as_array
+
+
+class Finite(NamedTuple):
+    """What a memory space finds out about arrays."""
+
+    each: list[bool]  # whether each array is finite
+    numbers: list[float]  # further numbers, which were read with the arrays
+    norm: float | None = None  # norm of all arrays together; None if it is not known
 
 
 class MemorySpace(Protocol):
@@ -53,9 +61,7 @@ class MemorySpace(Protocol):
     def on_host(self, array: Array) -> Array:
         """Return a host copy or view of an array, after the device has computed it."""
 
-    def finite(
-        self, arrays: Sequence[Array], numbers: Sequence[Any] = ()
-    ) -> tuple[list[bool], list[float]]:
+    def finite(self, arrays: Sequence[Array], numbers: Sequence[Any] = ()) -> Finite:
         """Return whether each array is finite, and ``numbers`` on the host.
 
         The host reads once if all arrays are finite.
@@ -98,10 +104,8 @@ class HostMemory:
     def on_host(self, array: Array) -> Array:
         return array
 
-    def finite(
-        self, arrays: Sequence[Array], numbers: Sequence[Any] = ()
-    ) -> tuple[list[bool], list[float]]:
-        return [all_finite(array) for array in arrays], [*map(float, numbers)]
+    def finite(self, arrays: Sequence[Array], numbers: Sequence[Any] = ()) -> Finite:
+        return Finite([all_finite(array) for array in arrays], [*map(float, numbers)])
 
     def ordered(self) -> AbstractContextManager[object]:
         return nullcontext()

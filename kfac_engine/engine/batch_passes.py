@@ -62,6 +62,7 @@ class BackwardResult(NamedTuple):
     buffers: Mapping[str, Array] = MappingProxyType({})
     notes: tuple[str, ...] = ()  # notes on the axes of the batch
     each: tuple[float, ...] = ()  # the addend of each loss function in ``loss``
+    norm: float | None = None  # norm of the gradients, if it is known
 
     def plus(self, other: "BackwardResult") -> "BackwardResult":
         """Return the sum of the losses and gradients of two parts, in the arrays of this result."""
@@ -83,7 +84,7 @@ class StepGradients(NamedTuple):
 
     loss: float
     gradients: Mapping[str, Array | Rows]  # by parameter; with a division, its ``sum_gradients``
-    bound: float | None  # an upper bound of the norm of the gradient; None in one process
+    bound: float | None  # an upper bound of the norm of the gradient, if it is known
     residuals: Residuals  # over all processes, if this process measures its own
     losses: dict[str, float]  # the part of the loss of each output, if there are several
     notes: tuple[str, ...]  # notes on the axes of the batch
@@ -362,11 +363,11 @@ class BatchPasses:
             for of_batch in sums:
                 of_batch.read_later()
             # The losses may be on a device, which is read once, with all that waits.
-            finite, each = self.model.memory_space.finite(
+            finite = self.model.memory_space.finite(
                 list(backward.gradients.values()), backward.each
             )
-            loss = _finite(sum(each))
-            refuse_nonfinite(backward.gradients, finite)
+            loss = _finite(sum(finite.numbers))
+            refuse_nonfinite(backward.gradients, finite.each)
         except NonFiniteError as error:
             self._raise_with_origin(error, trace)
         return BackwardResult(
@@ -375,7 +376,8 @@ class BatchPasses:
             backward.outputs,
             self._updated_buffers(trace) if update_buffers and self.model.new_buffers else {},
             disagreements(self.model.graph, trace),
-            tuple(each),
+            tuple(finite.numbers),
+            finite.norm,
         )
 
     def step_gradients(
@@ -403,8 +405,10 @@ class BatchPasses:
         backward = self.gradients(
             traced, update_buffers, residuals, features, outputs, losses_alone=losses_alone
         )
-        norm = nan if self.shards.alone else self._norm(backward.gradients)
-        numbers = backward.loss, norm, *backward.each
+        norm = backward.norm
+        if norm is None and not self.shards.alone:
+            norm = self._norm(backward.gradients)
+        numbers = backward.loss, nan if norm is None else norm, *backward.each
         (loss, bound, *each), residuals = self.shards.totals(numbers, residuals)
         gradients: Mapping[str, Array | Rows] = backward.gradients
         if not self.shards.alone:
@@ -416,7 +420,7 @@ class BatchPasses:
         return StepGradients(
             loss,
             gradients,
-            None if self.shards.alone else bound,
+            None if norm is None else bound,
             residuals,
             self._losses_by_output(each),
             backward.notes,

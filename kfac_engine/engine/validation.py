@@ -128,7 +128,7 @@ def check_finite(
 
     ``what`` precedes the name of the array in the message.
     """
-    refuse_nonfinite(arrays, memory_space.finite(list(arrays.values()))[0], what)
+    refuse_nonfinite(arrays, memory_space.finite(list(arrays.values())).each, what)
 
 
 def refuse_nonfinite(

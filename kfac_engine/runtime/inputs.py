@@ -152,8 +152,8 @@ def check_parameters(
         if array.shape != old.shape:
             raise ShapeError(f"parameter '{name}' has shape {old.shape}, got {array.shape}.")
         checked[name] = array
-    finite, _ = memory_space.finite(list(checked.values()))
-    for name, good in zip(checked, finite, strict=True):
+    finite = memory_space.finite(list(checked.values()))
+    for name, good in zip(checked, finite.each, strict=True):
         if not good:
             raise NonFiniteError(f"the new value of parameter '{name}' contains NaN or infinity.")
     return checked

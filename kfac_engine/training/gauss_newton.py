@@ -383,7 +383,7 @@ class GaussNewton(Optimizer):
     ) -> Proposal:
         del undo  # after each try, the engine has its old parameters
         rate = scale * evaluated_rate(self._learning_rate, self.steps)
-        loss, _, _ = self._differentiated(batch, clock, losses_alone=True)
+        loss = self._differentiated(batch, clock, losses_alone=True).loss
         parameters, slots = self._parameters(), self._new_slots()
         step = StepInputs(
             gradients={},  # the rows and the residuals take their place

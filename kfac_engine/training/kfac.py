@@ -318,16 +318,17 @@ class KfacOptimizer(Optimizer):
         residuals = Residuals() if isinstance(self._given.update, AdaptiveLengthUpdate) else None
         # A step with rows reads no gradients, unless its batch has other examples.
         of_rows = not self._rule.measures
-        loss, gradients, of_all = self._differentiated(
+        loss, gradients, of_all, bound = self._differentiated(
             batch, clock, residuals, features, losses_alone=of_rows
         )
         residuals = residuals and of_all
         basis = self._basis_with(batch, loss, residuals, clock, undo)
         if of_rows and self._rule.measures:
-            _, gradients, _ = self._differentiated(batch, clock)
+            _, gradients, _, bound = self._differentiated(batch, clock)
         if self._exact and basis.repeated.tries:
-            basis, gradients = self._tried(basis, gradients, clock)
-        self._add_penalties(gradients, basis)
+            (basis, gradients), bound = self._tried(basis, gradients, clock), None
+        if self._add_penalties(gradients, basis):
+            bound = None
         if self.engine.damping is not self._of_engine:  # another optimizer has set it
             self.damping = self._damping
         powers, backend = features.sums, self.engine.collection.backend
@@ -342,7 +343,7 @@ class KfacOptimizer(Optimizer):
         decay = self._shrinkage.kept_decay(basis.seen) * step.decay
         step = step._replace(decay=decay, batch=basis.batch, clock=clock)
         if self._rule.measures:
-            self._update_curvature(step, undo)
+            self._update_curvature(step, undo, bound)
         move = self._rule.update(step)
         if self._exact:
             move = self._judged(move, basis.repeated)
@@ -362,14 +363,15 @@ class KfacOptimizer(Optimizer):
         )
         return Proposal(move.values, step.new_slots, report)
 
-    def _add_penalties(self, gradients: dict[str, Array], basis: Basis) -> None:
-        """Add the gradients of the penalties to those of the loss."""
-        values = self._parameters()
-        if self._rule is self._given:
-            for name, strength in self._shrinkage.strengths(basis.evidence).items():
-                add_multiple(gradients[name], strength, values[name])
+    def _add_penalties(self, gradients: dict[str, Array], basis: Basis) -> bool:
+        """Add the gradients of the penalties to those of the loss; return whether there are any."""
+        values, of_rule = self._parameters(), self._rule is self._given
+        strengths = self._shrinkage.strengths(basis.evidence) if of_rule else {}
+        for name, strength in strengths.items():
+            add_multiple(gradients[name], strength, values[name])
         for name, gradient in gradients.items() if self._l2 else ():
             add_multiple(gradient, self._l2, values[name])
+        return bool(strengths or self._l2)
 
     def _inputs(
         self,
@@ -410,12 +412,14 @@ class KfacOptimizer(Optimizer):
             features=facts.features,
         )
 
-    def _update_curvature(self, step: StepInputs, undo: Undo) -> None:
-        """Update statistics and inverses where they are due."""
+    def _update_curvature(self, step: StepInputs, undo: Undo, bound: float | None) -> None:
+        """Update statistics and inverses where they are due.
+
+        ``bound`` is an upper bound of the norm of the gradients, if it is known.
+        """
         rule, due = self._rule, self._curvature.due(self.steps, step.examples)
         if due.statistics or due.inverses:
-            norm = inf if step.rate > _LARGE_RATE else None
-            undo.protect(step.gradients, -1.0, norm)
+            undo.protect(step.gradients, -1.0, inf if step.rate > _LARGE_RATE else bound)
         rare = due.statistics and rule is self._given and self.measures_whole(self._slots)
         whole = rule.whole or bool(rare)
         self._curvature.update(due, step.batch, step.clock, whole=whole, by_example=rule.whole)

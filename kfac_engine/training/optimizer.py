@@ -109,6 +109,15 @@ class Proposal(NamedTuple):
     report: StepReport  # the report of the step
 
 
+class Differentiated(NamedTuple):
+    """Loss and gradients of a batch over all processes."""
+
+    loss: float
+    gradients: dict[str, Array]  # new arrays by parameter name
+    residuals: Residuals  # residuals of all processes
+    bound: float | None  # an upper bound of the norm of the gradients, if it is known
+
+
 class Optimizer(Summarized, Sealed, ABC):
     """Base of the optimizers: changes ``engine.parameters`` by one batch at a time.
 
@@ -343,8 +352,7 @@ class Optimizer(Summarized, Sealed, ABC):
         self, batch: Sequence[Batch], clock: StageClock
     ) -> tuple[float, dict[str, Array]]:
         """Return the loss and new arrays of gradients; running statistics are updated."""
-        loss, gradients, _ = self._differentiated(batch, clock)
-        return loss, gradients
+        return self._differentiated(batch, clock)[:2]
 
     def _differentiated(
         self,
@@ -354,10 +362,10 @@ class Optimizer(Summarized, Sealed, ABC):
         features: FeaturePowers | None = None,
         *,
         losses_alone: bool = False,
-    ) -> tuple[float, dict[str, Array], Residuals]:
-        """Return the loss, new arrays of gradients, and the residuals of all processes.
+    ) -> Differentiated:
+        """Return loss and gradients; running statistics are updated.
 
-        Running statistics are updated. See ``BatchPasses.step_gradients`` for the arguments.
+        See ``BatchPasses.step_gradients`` for the arguments.
         """
         passes = self.engine.passes
         with clock("gradients"):
@@ -366,7 +374,8 @@ class Optimizer(Summarized, Sealed, ABC):
             in_file = passes.model.to_file_layout(result.shard.gradients)
         self._losses = result.losses
         names = () if losses_alone else self._names
-        return result.loss, {name: in_file[name] for name in names}, result.residuals
+        gradients = {name: in_file[name] for name in names}
+        return Differentiated(result.loss, gradients, result.residuals, result.bound)
 
     def _new_bytes(self) -> int:
         """Return the bytes of states whose memory is not used yet.

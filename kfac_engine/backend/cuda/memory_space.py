@@ -6,14 +6,14 @@ stream. Events on the device order the two streams.
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from math import isfinite
+from math import fsum, isfinite, sqrt
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from kfac_engine._types import Array, DType
-from kfac_engine.backend.memory_space import HOST, stays_on_host
+from kfac_engine.backend.memory_space import HOST, Finite, stays_on_host
 
 if TYPE_CHECKING:
     from kfac_engine.backend.cuda.backend import CupyBackend
@@ -64,18 +64,17 @@ class CupyMemorySpace:
     def on_host(self, array: Array) -> Array:
         return self._backend.to_numpy(array)
 
-    def finite(
-        self, arrays: Sequence[Array], numbers: Sequence[Any] = ()
-    ) -> tuple[list[bool], list[float]]:
+    def finite(self, arrays: Sequence[Array], numbers: Sequence[Any] = ()) -> Finite:
         # The squares of large numbers overflow, so an infinite norm needs a check of the entries.
         on_device = [number for number in numbers if not isinstance(number, float)]
         norms, read = self._backend.squared_norms_and(arrays, on_device)
-        finite = [
+        each = [
             isfinite(squares) or bool(self._backend.xp.isfinite(array).all())
             for squares, array in zip(norms, arrays, strict=True)
         ]
         others = iter(read)
-        return finite, [n if isinstance(n, float) else next(others) for n in numbers]
+        on_host = [n if isinstance(n, float) else next(others) for n in numbers]
+        return Finite(each, on_host, sqrt(fsum(norms)) if all(each) else None)
 
     @contextmanager
     def ordered(self) -> Iterator[None]:
