@@ -223,11 +223,11 @@ class Optimizer(Summarized, Sealed, ABC):
             with self.engine.transaction("update") as undo, clock("update"):
                 measures, more = self._measures, self._new_bytes
                 self.engine.require_memory(batch, statistics=measures, more=more)
-                with self.engine.passes.agreement.operation("proposal", ends=True):
-                    proposal = self._propose(batch, scale, clock, undo)
+                proposal = self._propose(batch, scale, clock, undo)
                 with self.engine.collection.backend.shared_reads():
-                    if proposal.slots is not self._slots:
-                        self._check_slots(proposal.slots)
+                    with self.engine.passes.agreement.operation("proposal", ends=True):
+                        if proposal.slots is not self._slots:
+                            self._check_slots(proposal.slots)
                     self.engine.set_parameters(proposal.parameters, copy=False)
         except NonFiniteError:
             if self._non_finite == "raise":
