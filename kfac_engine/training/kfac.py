@@ -97,6 +97,8 @@ _MISFIT = 2.0
 # largest factor of the lengths where epochs are shorter.
 _AVERAGED, _LONGEST = 12.0, 2.0
 _OF_TWO_BATCHES = 0.5  # a batch with a smaller share of the examples is one of several
+# Bytes up to which a state has two copies.
+_SMALL_STATE = 1 << 23
 
 
 class Rule(NamedTuple):
@@ -258,16 +260,24 @@ class KfacOptimizer(Optimizer):
         self._l2 = float(l2)
         self.damping = self._given.damping
         self._slots = self._given.update.new_slots(self._parameters())
+        self._in_place = self._may_be_in_place()
         self._sealed = True
 
     @property
     def _states(self) -> int:
         """Number of states in memory: see ``IN_PLACE``; another process or a device may fail."""
-        rule = self._rule
-        in_place = rule is self._given and isinstance(rule.update, AdaptiveLengthUpdate)
-        on_host = all(isinstance(array, np.ndarray) for array in self._parameters().values())
-        alone = on_host and self.engine.passes.agreement.alone
-        return 1 if in_place and rule.adaptation is None and alone else 2
+        return 1 if self._in_place and self._rule is self._given else 2
+
+    def _may_be_in_place(self) -> bool:
+        """Return whether steps of the given rule write new averages to the memory of the old ones.
+
+        A small state has two copies, which take less time than the checks before such a step.
+        """
+        rule, parameters = self._given, self._parameters().values()
+        on_host = all(isinstance(array, np.ndarray) for array in parameters)
+        cannot_fail = on_host and self.engine.passes.agreement.alone and rule.adaptation is None
+        of_lengths = isinstance(rule.update, AdaptiveLengthUpdate)
+        return of_lengths and cannot_fail and self._state_bytes > _SMALL_STATE
 
     @property
     def _copied_bytes(self) -> int:

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 import kfac_engine as ke
+from kfac_engine.training import kfac
 from tests.training import norm_net
 
 # Gradients are finite; the product with the rate overflows float32.
@@ -22,9 +23,13 @@ def slots(optimizer):
     return {(slot, n): a.copy() for slot, members in arrays.items() for n, a in members.items()}
 
 
+@pytest.mark.parametrize("small", [0, 1 << 23], ids=["in place", "two copies"])
 @pytest.mark.parametrize("policy", ["raise", "skip"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_step_whose_parameters_overflow_changes_nothing(name, policy, tmp_path):
+def test_a_step_whose_parameters_overflow_changes_nothing(
+    name, policy, small, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(kfac, "_SMALL_STATE", small)
     engine = norm_net.engine()
     optimizer = OPTIMIZERS[name](engine, non_finite=policy)
     x, y = norm_net.batch()

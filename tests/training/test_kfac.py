@@ -8,7 +8,7 @@ import pytest
 import kfac_engine as ke
 from kfac_engine.curvature.schedule import GrowingPlanner
 from kfac_engine.distributed.shards import RowRange
-from kfac_engine.training import adaptive_lengths, average_span, vectors
+from kfac_engine.training import adaptive_lengths, average_span, kfac, vectors
 from kfac_engine.training.curvature_updates import rotating_part
 from tests.models import parsed
 from tests.training import softmax_net as net
@@ -93,6 +93,7 @@ def test_the_optimizer_follows_the_reference(case, monkeypatch):
         monkeypatch.setattr(average_span, "_CANCELLED", 1.3)
         reference.cancelled = 1.3
         # Averages of one array after another, as for large weights.
+        monkeypatch.setattr(kfac, "_SMALL_STATE", 0)
         monkeypatch.setattr(vectors, "_SMALL", 0)
         monkeypatch.setattr(adaptive_lengths, "_PORTION", 1)
     examples = 9 if case == WIDE else net.N
