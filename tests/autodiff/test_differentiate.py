@@ -62,8 +62,7 @@ SUMS = {
         [node("Mul", "a b", "h"), node("Mul", "h h", "y")], {"y": G},
         {"h": 2 * A * B * G, "b": 2 * A * A * B * G}),
     "an output that another output reads": (
-        [node("Neg", "a", "h"), node("Mul", "h h", "y")], {"h": B, "y": G},
-        {"h": B + 2 * -A * G}),
+        [node("Neg", "a", "h"), node("Mul", "h h", "y")], {"h": B, "y": G}, {"h": B + 2 * -A * G}),
 }  # fmt: skip
 
 

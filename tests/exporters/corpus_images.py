@@ -131,11 +131,8 @@ NORMS = (
         "norm-batch-folded", lambda: chain(nn.BatchNorm2d(4), nn.ReLU()), constant=("0.*", "1.0.*")
     ),
     _on(
-        "norm-batch-training",
-        lambda: chain(nn.BatchNorm2d(4), nn.ReLU()),
-        training=True,
-        exporters=("legacy",),
-    ),
+        "norm-batch-training", lambda: chain(nn.BatchNorm2d(4), nn.ReLU()), training=True,
+        exporters=("legacy",)),
     _on("norm-batch-no-affine", lambda: nn.BatchNorm2d(4, affine=False), folded=False),
     _on("norm-group", lambda: nn.GroupNorm(2, 4)),
     _on("norm-group-no-affine", lambda: nn.GroupNorm(2, 4, affine=False)),
@@ -150,7 +147,7 @@ NORMS = (
         ),
     ),
     _on("norm-local-response", lambda: nn.LocalResponseNorm(3, 0.1, 0.6, 1.5)),
-)
+)  # fmt: skip
 
 RESIZES = (
     _on("resize-nearest", lambda: nn.Upsample(scale_factor=2)),

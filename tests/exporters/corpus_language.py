@@ -7,45 +7,31 @@ ENCODERS = (
     small("bert", "BertForSequenceClassification", "SMALL"),
     small("bert-masked-words", "BertForMaskedLM", "SMALL"),
     small(
-        "bert-relative",
-        "BertForSequenceClassification",
-        "SMALL position_embedding_type=relative_key",
-    ),
+        "bert-relative", "BertForSequenceClassification",
+        "SMALL position_embedding_type=relative_key"),
     small(
-        "distilbert",
-        "DistilBertForSequenceClassification",
-        "dim=16 hidden_dim=24 n_layers=2 n_heads=2 vocab_size=31 max_position_embeddings=20",
-    ),
+        "distilbert", "DistilBertForSequenceClassification",
+        "dim=16 hidden_dim=24 n_layers=2 n_heads=2 vocab_size=31 max_position_embeddings=20"),
     small("roberta", "RobertaForSequenceClassification", "SMALL max_position_embeddings=40"),
     small("albert", "AlbertForSequenceClassification", "SMALL embedding_size=8"),
     small("electra", "ElectraForSequenceClassification", "SMALL embedding_size=8"),
     small(
-        "deberta",
-        "DebertaV2ForSequenceClassification",
-        'SMALL relative_attention=True pos_att_type=["p2c","c2p"]',
-        folded=False,
-    ),
+        "deberta", "DebertaV2ForSequenceClassification",
+        'SMALL relative_attention=True pos_att_type=["p2c","c2p"]', folded=False),
     small("mpnet", "MPNetForSequenceClassification", "SMALL"),
     small(
-        "funnel",
-        "FunnelForSequenceClassification",
-        "vocab_size=31 d_model=16 n_head=2 d_head=8 d_inner=24 block_sizes=[1,1]",
-        folded=False,
-    ),
+        "funnel", "FunnelForSequenceClassification",
+        "vocab_size=31 d_model=16 n_head=2 d_head=8 d_inner=24 block_sizes=[1,1]", folded=False),
     small(
-        "modernbert",
-        "ModernBertForSequenceClassification",
-        "SMALL pad_token_id=0 bos_token_id=1 eos_token_id=2 cls_token_id=1 sep_token_id=2",
-    ),
-)
+        "modernbert", "ModernBertForSequenceClassification",
+        "SMALL pad_token_id=0 bos_token_id=1 eos_token_id=2 cls_token_id=1 sep_token_id=2"),
+)  # fmt: skip
 
 DECODERS = (
     small(
-        "gpt2",
-        "GPT2LMHeadModel",
+        "gpt2", "GPT2LMHeadModel",
         "n_embd=16 n_layer=2 n_head=2 vocab_size=31 n_positions=20 use_cache=False",
-        exporters=DYNAMO,
-    ),
+        exporters=DYNAMO),
     small(
         "gpt-neo",
         "GPTNeoForCausalLM",
@@ -66,23 +52,16 @@ DECODERS = (
     small("gemma", "GemmaForCausalLM", "DECODER head_dim=8", folded=False, exporters=DYNAMO),
     small("phi", "PhiForCausalLM", "DECODER", exporters=DYNAMO),
     small(
-        "falcon",
-        "FalconForCausalLM",
+        "falcon", "FalconForCausalLM",
         "hidden_size=16 num_hidden_layers=2 num_attention_heads=2 vocab_size=31 use_cache=False",
-        exporters=DYNAMO,
-    ),
+        exporters=DYNAMO),
     small(
-        "bloom",
-        "BloomForCausalLM",
-        "hidden_size=16 n_layer=2 n_head=2 vocab_size=31 use_cache=False",
-    ),
+        "bloom", "BloomForCausalLM",
+        "hidden_size=16 n_layer=2 n_head=2 vocab_size=31 use_cache=False"),
     small("gpt-neox", "GPTNeoXForCausalLM", "SMALL use_cache=False", exporters=DYNAMO),
     small(
-        "mixtral",
-        "MixtralForCausalLM",
-        "DECODER num_local_experts=3 num_experts_per_tok=2",
-        exporters=DYNAMO,
-    ),
+        "mixtral", "MixtralForCausalLM", "DECODER num_local_experts=3 num_experts_per_tok=2",
+        exporters=DYNAMO),
     small(
         "mamba",
         "MambaForCausalLM",
@@ -91,12 +70,10 @@ DECODERS = (
         folded=False,
     ),
     small(
-        "rwkv",
-        "RwkvForCausalLM",
+        "rwkv", "RwkvForCausalLM",
         "hidden_size=8 num_hidden_layers=2 vocab_size=31 attention_hidden_size=8 use_cache=False",
-        folded=False,
-    ),
-)
+        folded=False),
+)  # fmt: skip
 
 PAIRS = (
     small(

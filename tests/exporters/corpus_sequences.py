@@ -122,48 +122,31 @@ ATTENTION = (
     ),
     _attention(
         "attention-causal",
-        lambda m, x: m.a(x, x, x, attn_mask=torch.ones(5, 5).tril().log(), need_weights=False)[0],
-    ),
+        lambda m, x: m.a(x, x, x, attn_mask=torch.ones(5, 5).tril().log(), need_weights=False)[0]),
     function(
-        "attention-cross",
-        lambda m, x, y: m.a(x, y, y, need_weights=False)[0],
+        "attention-cross", lambda m, x, y: m.a(x, y, y, need_weights=False)[0],
         together(ONE, floats(4, 6)),
-        a=lambda: nn.MultiheadAttention(8, 2, kdim=6, vdim=6, batch_first=True),
-    ),
+        a=lambda: nn.MultiheadAttention(8, 2, kdim=6, vdim=6, batch_first=True)),
     function(
         "attention-masked",
         lambda m, x, y: m.a(x, x, x, key_padding_mask=y > 6, need_weights=False)[0],
         together(ONE, lambda batch: (torch.randint(0, 9, (batch, 5)) * (torch.arange(5) > 0),)),
-        a=lambda: nn.MultiheadAttention(8, 2, batch_first=True),
-    ),
+        a=lambda: nn.MultiheadAttention(8, 2, batch_first=True)),
     function(
-        "attention-sdpa",
-        lambda m, x: F.scaled_dot_product_attention(m.q(x), m.k(x), m.v(x)),
-        floats(5, 6),
-        "q(6,4) k(6,4) v(6,3)",
-        exporters=("legacy",),
-    ),
+        "attention-sdpa", lambda m, x: F.scaled_dot_product_attention(m.q(x), m.k(x), m.v(x)),
+        floats(5, 6), "q(6,4) k(6,4) v(6,3)", exporters=("legacy",)),
     Case("attention-rotary", _Rotary, floats(5, 8)),
     function("transformer-encoder", lambda m, x: m.b(m.a(x)), ONE, a=_encoder, b=_encoder),
     function(
-        "transformer-encoder-gelu-norm-first",
-        lambda m, x: m.a(x),
-        ONE,
-        a=lambda: _encoder(activation="gelu", norm_first=True),
-    ),
+        "transformer-encoder-gelu-norm-first", lambda m, x: m.a(x), ONE,
+        a=lambda: _encoder(activation="gelu", norm_first=True)),
     function("transformer-decoder", lambda m, x, y: m.a(x, y), TWO, a=_decoder),
     function(
         "transformer-decoder-causal",
-        lambda m, x, y: m.a(x, y, tgt_mask=torch.ones(5, 5).tril().log()),
-        TWO,
-        a=_decoder,
-    ),
+        lambda m, x, y: m.a(x, y, tgt_mask=torch.ones(5, 5).tril().log()), TWO, a=_decoder),
     Case(
-        "transformer",
-        lambda: nn.Transformer(8, 2, 1, 1, 12, batch_first=True),
-        TWO,
-        exporters=("dynamo",),
-    ),
-)
+        "transformer", lambda: nn.Transformer(8, 2, 1, 1, 12, batch_first=True), TWO,
+        exporters=("dynamo",)),
+)  # fmt: skip
 
 CASES = (*RECURRENT, *ATTENTION)

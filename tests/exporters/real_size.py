@@ -245,9 +245,7 @@ NETWORKS: Mapping[str, Network] = {
     "mobilenet": Network(
         lambda side, **sizes: hub("MobileNetV2ForImageClassification", num_labels=CLASSES)(**sizes),
         images("pixel_values"),
-        {"real": {"side": 224}, "small": {"side": 32, "depth_multiplier": 0.25}},
-        8,
-    ),
+        {"real": {"side": 224}, "small": {"side": 32, "depth_multiplier": 0.25}}, 8),
     "efficientnet": Network(
         _efficientnet,
         images("pixel_values"),

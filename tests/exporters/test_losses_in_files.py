@@ -28,23 +28,16 @@ LOSSES = {
     "sum": ("classes", lambda z, t: F.cross_entropy(z, t, reduction="sum")),
     "nll": ("classes", lambda z, t: F.nll_loss(F.log_softmax(z, -1), t, ignore_index=0)),
     "gather": (
-        "classes",
-        lambda z, t: -F.log_softmax(z, -1).gather(-1, t[:, None]).squeeze(-1).mean(),
-    ),
-    "flattened": (
-        "positions",
-        lambda z, t: F.cross_entropy(z.reshape(-1, CLASSES), t.reshape(-1)),
-    ),
+        "classes", lambda z, t: -F.log_softmax(z, -1).gather(-1, t[:, None]).squeeze(-1).mean()),
+    "flattened": ("positions", lambda z, t: F.cross_entropy(z.reshape(-1, CLASSES), t.reshape(-1))),
     "shifted": ("positions", shifted),
     "mse": ("numbers", F.mse_loss),
     "mse, sum": ("numbers", lambda z, t: F.mse_loss(z, t, reduction="sum")),
     "sigmoid": ("numbers", F.binary_cross_entropy_with_logits),
     "sigmoid, sum": (
-        "numbers",
-        lambda z, t: F.binary_cross_entropy_with_logits(z, t, reduction="sum"),
-    ),
+        "numbers", lambda z, t: F.binary_cross_entropy_with_logits(z, t, reduction="sum")),
     "by hand": ("numbers", lambda z, t: ((z - t) ** 2).mean()),
-}
+}  # fmt: skip
 
 
 class Model(torch.nn.Module):

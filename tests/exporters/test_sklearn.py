@@ -101,12 +101,7 @@ def test_gradients_of_networks_equal_closed_form(name, record_property):
     model, classes, loss = TRAINED[name]
     exported, inputs, targets = fitted(model, classes)
     _record(record_property, name)
-    engine = ke.Engine.from_onnx(
-        exported,
-        loss=loss,
-        output=_network_output(exported),
-        damping=0.1,
-    )
+    engine = ke.Engine.from_onnx(exported, loss=loss, output=_network_output(exported), damping=0.1)
     expected_targets = targets if loss == "categorical" else targets[:, None].astype(np.float32)
     result = engine.step({"X": inputs}, expected_targets)
     rows = model[:-1].transform(inputs) if hasattr(model, "steps") else inputs

@@ -79,9 +79,7 @@ class Provenance:
         return cls(flat[order], order, {name: tuple(p.shape) for name, p in named.items()})
 
     def gather(
-        self,
-        weights: Mapping[str, NDArray[np.float32]],
-        found: Mapping[str, NDArray[np.float32]],
+        self, weights: Mapping[str, NDArray[np.float32]], found: Mapping[str, NDArray[np.float32]]
     ) -> tuple[dict[str, NDArray[np.float64]], set[str], set[str]]:
         """Gradients of the parameters, from those of a file's weights.
 

@@ -34,10 +34,7 @@ def moments(theta, x):
     ones = np.ones((len(x), 1))
     a1, a2 = np.hstack([x, ones]), np.hstack([h, ones])
     g1 = np.einsum("nia,nij,njb->ab", jacobian, fisher, jacobian)
-    return {
-        "1": (a1.T @ a1 / len(x), g1 / len(x)),
-        "2": (a2.T @ a2 / len(x), fisher.mean(0)),
-    }
+    return {"1": (a1.T @ a1 / len(x), g1 / len(x)), "2": (a2.T @ a2 / len(x), fisher.mean(0))}
 
 
 def dense_fisher(theta, x):

@@ -293,12 +293,7 @@ class Loader:
 
 @pytest.mark.parametrize("wrap", [np.asarray, Tensor])
 @pytest.mark.parametrize(
-    "form",
-    [
-        lambda x, y: [x, y],
-        lambda x, y: ({"x": x}, y),
-        lambda x, y: {"x": x, "targets": y},
-    ],
+    "form", [lambda x, y: [x, y], lambda x, y: ({"x": x}, y), lambda x, y: {"x": x, "targets": y}]
 )
 @pytest.mark.parametrize("optimizer", ["sgd", "kfac"])
 def test_the_loader_of_a_framework_is_taken_as_it_is(wrap, form, optimizer, tmp_path):

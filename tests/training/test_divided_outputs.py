@@ -53,8 +53,7 @@ GATED = " sa = Sigmoid (a)  y = Mul (sa, b)"
 JOINED = {
     "queries, keys and values": attention(
         "h = MatMul (x, W)  q, k, v = Split <axis = 2> (h, thirds)",
-        lambda w: {"W": columns(w, "Wq", "Wk", "Wv")},
-    ),
+        lambda w: {"W": columns(w, "Wq", "Wk", "Wv")}),
     "an axis of queries, keys and values": attention(
         """h = MatMul (x, W)  h5 = Reshape (h, by_three)
         first = Transpose <perm = [2, 0, 1, 3]> (h5)  q = Gather <axis = 0> (first, number0)
@@ -84,38 +83,24 @@ JOINED = {
         lambda w: {"W": np.concatenate([w["Wa"], w["Wb"]], axis=2)},
     ),
     "channels of a convolution": Pair(
-        (2, 4, 4),
-        (2, 3, 3),
-        "a = Conv (x, Wa)  b = Conv (x, Wb)" + GATED,
+        (2, 4, 4), (2, 3, 3), "a = Conv (x, Wa)  b = Conv (x, Wb)" + GATED,
         {"Wa": (2, 2, 2, 2), "Wb": (2, 2, 2, 2)},
         "h = Conv (x, W)  a, b = Split <axis = 1> (h, units22)" + GATED,
-        lambda w: {"W": np.concatenate([w["Wa"], w["Wb"]])},
-    ),
+        lambda w: {"W": np.concatenate([w["Wa"], w["Wb"]])}),
     "gates of a recurrence": Pair(
-        (3, 4),
-        (2,),
-        recurrence(MATMUL, apart=True),
+        (3, 4), (2,), recurrence(MATMUL, apart=True),
         {f"W{gate}": (4, 2) for gate in "iofg"} | {f"R{gate}": (2, 2) for gate in "iofg"},
         recurrence(MATMUL),
-        lambda w: {name: columns(w, *(name + gate for gate in "iofg")) for name in "WR"},
-    ),
+        lambda w: {name: columns(w, *(name + gate for gate in "iofg")) for name in "WR"}),
     "an LSTM": Pair(
-        (3, 4),
-        (2,),
-        recurrence(MATMUL, apart=True),
+        (3, 4), (2,), recurrence(MATMUL, apart=True),
         {f"W{gate}": (4, 2) for gate in "iofg"} | {f"R{gate}": (2, 2) for gate in "iofg"},
-        recurrent("LSTM"),
-        lambda w: rows_of_gates(w, "iofg"),
-    ),
+        recurrent("LSTM"), lambda w: rows_of_gates(w, "iofg")),
     "a GRU": Pair(
-        (3, 4),
-        (2,),
-        gated_recurrence(),
+        (3, 4), (2,), gated_recurrence(),
         {f"W{gate}": (4, 2) for gate in "zrg"} | {f"R{gate}": (2, 2) for gate in "zrg"},
-        recurrent("GRU"),
-        lambda w: rows_of_gates(w, "zrg"),
-    ),
-}
+        recurrent("GRU"), lambda w: rows_of_gates(w, "zrg")),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("pair", JOINED)
@@ -142,10 +127,7 @@ DIVISIONS = {
         [[2, 3, 4, 5], [0, 1]],
     ),
     "a Split behind an activation": (
-        "t = Tanh (h)  a, b, c = Split <axis = 2> (t, thirds)",
-        "abc",
-        THIRDS,
-    ),
+        "t = Tanh (h)  a, b, c = Split <axis = 2> (t, thirds)", "abc", THIRDS),
     "a Split of a sum of two tokens": (
         """early = Slice (h, from0, units, axis1)  late = Slice (h, three, five, axis1)
         s = Add (early, late)  a, b, c = Split <axis = 2> (s, thirds)""",
@@ -154,27 +136,15 @@ DIVISIONS = {
     ),
     "a sum of parts": ("a, b, c = Split <axis = 2> (h, thirds)  d = Add (a, b)", "cd", THIRDS),
     "a Split and a use of all": (
-        "a, b, c = Split <axis = 2> (h, thirds)  d = Mul (h, h)",
-        "abcd",
-        [range(6)],
-    ),
+        "a, b, c = Split <axis = 2> (h, thirds)  d = Mul (h, h)", "abcd", [range(6)]),
     "a Split behind a normalization": (
-        "t = Softmax (h)  a, b, c = Split <axis = 2> (t, thirds)",
-        "abc",
-        [range(6)],
-    ),
+        "t = Softmax (h)  a, b, c = Split <axis = 2> (t, thirds)", "abc", [range(6)]),
     "a Split of the tokens": ("a, b = Split <axis = 1> (h, units3)", "ab", [range(6)]),
     "Slices that overlap": (
-        "a = Slice (h, from0, three, axis2)  b = Slice (h, units, six, axis2)",
-        "ab",
-        [range(6)],
-    ),
+        "a = Slice (h, from0, three, axis2)  b = Slice (h, units, six, axis2)", "ab", [range(6)]),
     "Slices that leave outputs out": (
-        "a = Slice (h, from0, units, axis2)  b = Slice (h, units, three, axis2)",
-        "ab",
-        [range(6)],
-    ),
-}
+        "a = Slice (h, from0, units, axis2)  b = Slice (h, units, three, axis2)", "ab", [range(6)]),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", DIVISIONS)

@@ -78,8 +78,7 @@ RULES = {
     "a sum of losses": ({"reduction": "sum"}, {}, False),
     "wide factors": (
         {"sides": "n,700 -> n,1", "weights": "w(700,16) b(16) w1(16,1) b1(1)"}, {}, False),
-    "rows of a sequence": (
-        {"sides": "n,5,6 -> n,5,1"}, {}, False),
+    "rows of a sequence": ({"sides": "n,5,6 -> n,5,1"}, {}, False),
     "a convolution": (
         {"nodes": "d = Unsqueeze(input, axis) c = Conv(d, k) f = Flatten(c) output = MatMul(f, w1)",
          "weights": "axis=1 k(4,1,3) w1(16,1)"}, {}, False),

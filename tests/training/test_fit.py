@@ -103,11 +103,7 @@ def test_a_validation_is_recorded_at_the_end_of_epochs_and_of_the_run(data):
     x, y = net.batch(7, n=20)
     engine = net.engine()
     history = ke.fit(
-        engine,
-        data,
-        validation=(x, y),
-        metrics=("loss", "accuracy"),
-        **options(steps=5),
+        engine, data, validation=(x, y), metrics=("loss", "accuracy"), **options(steps=5)
     )
     found = ["validation_loss" in record for record in history.records]
     assert found == [False, False, True, False, True]

@@ -28,27 +28,18 @@ CASES = {
     "auto, decay": ({"weight_decay": 0.3}, {"decay": 0.3}),
     "auto, other constants": (
         {"damping": 0.3, "momentum": 0.5, "update_length": 0.1, "adam_rate": 0.05},
-        {"damping": 0.3, "momentum": 0.5, "length": 0.1, "adam_rate": 0.05},
-    ),
+        {"damping": 0.3, "momentum": 0.5, "length": 0.1, "adam_rate": 0.05}),
     "auto, adapted damping": ({"adapt_damping": LM}, {"interval": 3}),
     "rate": ({"learning_rate": 0.02}, {"rate": 0.02}),
-    "rate, decay": (
-        {"learning_rate": 0.02, "weight_decay": 0.5},
-        {"rate": 0.02, "decay": 0.5},
-    ),
+    "rate, decay": ({"learning_rate": 0.02, "weight_decay": 0.5}, {"rate": 0.02, "decay": 0.5}),
     "rate, adapted damping": (
-        {"learning_rate": 0.02, "adapt_damping": True},
-        {"rate": 0.02, "interval": 5},
-    ),
+        {"learning_rate": 0.02, "adapt_damping": True}, {"rate": 0.02, "interval": 5}),
     "rate, damping adapted both ways": (
-        {"learning_rate": 0.05, "adapt_damping": LM},
-        {"rate": 0.05, "interval": 3},
-    ),
+        {"learning_rate": 0.05, "adapt_damping": LM}, {"rate": 0.05, "interval": 3}),
     "rate, other periods": (
         {"learning_rate": 0.02, "statistics_every": 3, "statistics_part": 1, "refresh_every": 7},
-        {"rate": 0.02, "every": (3, 7), "part": 1.0},
-    ),
-}
+        {"rate": 0.02, "every": (3, 7), "part": 1.0}),
+}  # fmt: skip
 
 
 # A batch of fewer rows than the sides of the first layer, 10, and more than those of the second, 8.
@@ -198,11 +189,7 @@ def test_the_damping_follows_the_reduction_ratio(change, predicted, factor):
     assert np.isnan(ratio) if predicted == 0 else ratio == change / predicted
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"weight_decay": 0.5}],
-    ids=["plain", "decayed"],
-)
+@pytest.mark.parametrize("options", [{}, {"weight_decay": 0.5}], ids=["plain", "decayed"])
 def test_the_quadratic_model_is_exact_for_linear_regression(options):
     """The block of a linear layer under squared error is the Hessian matrix of the loss."""
     rng = np.random.default_rng(0)

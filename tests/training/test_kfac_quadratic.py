@@ -19,22 +19,15 @@ RATE = {"learning_rate": "quadratic", "momentum": 0.6}
 CASES = {
     "both": (BOTH, {"quadratic": "both"}),
     "rate": (RATE, {"quadratic": "rate", "momentum": 0.6}),
-    "both, whole batch": (
-        BOTH | {"statistics_part": 1.0},
-        {"quadratic": "both", "part": 1.0},
-    ),
+    "both, whole batch": (BOTH | {"statistics_part": 1.0}, {"quadratic": "both", "part": 1.0}),
     "both, l2": (
-        BOTH | {"l2": 0.02, "damping": 0.05},
-        {"quadratic": "both", "l2": 0.02, "damping": 0.05},
-    ),
+        BOTH | {"l2": 0.02, "damping": 0.05}, {"quadratic": "both", "l2": 0.02, "damping": 0.05}),
     "rate, l2": (
         RATE | {"l2": 0.02, "damping": 0.05},
-        {"quadratic": "rate", "momentum": 0.6, "l2": 0.02, "damping": 0.05},
-    ),
+        {"quadratic": "rate", "momentum": 0.6, "l2": 0.02, "damping": 0.05}),
     "both, adapted damping": (
         BOTH | {"adapt_damping": LM, "l2": 0.01, "damping": 0.1, "statistics_part": 1.0},
-        {"quadratic": "both", "interval": 3, "l2": 0.01, "damping": 0.1, "part": 1.0},
-    ),
+        {"quadratic": "both", "interval": 3, "l2": 0.01, "damping": 0.1, "part": 1.0}),
     "rate, adapted damping": (
         # A larger damping than 0.01, whose steps multiply roundings by 1e6 within this run.
         RATE | {"adapt_damping": LM, "damping": 0.05},
@@ -42,18 +35,15 @@ CASES = {
     ),
     "both, decay": (
         BOTH | {"adapt_damping": LM, "weight_decay": 0.01},
-        {"quadratic": "both", "interval": 3, "decay": 0.01},
-    ),
+        {"quadratic": "both", "interval": 3, "decay": 0.01}),
     "auto, l2": ({"l2": 0.003}, {"l2": 0.003}),
     "given rate, l2, adapted damping": (
         {"learning_rate": 0.02, "l2": 0.005, "adapt_damping": LM},
-        {"rate": 0.02, "l2": 0.005, "interval": 3},
-    ),
+        {"rate": 0.02, "l2": 0.005, "interval": 3}),
     "least damping": (
         {"learning_rate": 0.02, "l2": 0.009, "adapt_damping": ke.DampingAdaptation(3, 0.95, 5e-4)},
-        {"rate": 0.02, "l2": 0.009, "interval": 3, "min_damping": 5e-4},
-    ),
-}
+        {"rate": 0.02, "l2": 0.009, "interval": 3, "min_damping": 5e-4}),
+}  # fmt: skip
 
 
 @pytest.mark.rounding
@@ -125,12 +115,7 @@ def test_one_step_reaches_the_minimum_of_a_linear_regression(l2, reduction, part
     )
     # The smallest damping beyond l2: relative to curvatures near one, below all roundings.
     optimizer = ke.KfacOptimizer(
-        built,
-        "quadratic",
-        l2 + 1e-14,
-        "quadratic",
-        l2=l2,
-        statistics_part=part,
+        built, "quadratic", l2 + 1e-14, "quadratic", l2=l2, statistics_part=part
     )
     report = optimizer.step({"x": x}, y)
     # Minimum of Σ (xᵀw − y)² weight + ½ l2 ‖w‖², by the normal equations.

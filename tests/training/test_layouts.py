@@ -38,11 +38,9 @@ def dense(other, rearranged):
 
 PAIRS = {
     "Gemm with transB": dense(
-        "s = Gemm <transB = 1> (x, W, b)  y = Tanh (s)", lambda w: {"W": w["W"].T, "b": w["b"]}
-    ),
+        "s = Gemm <transB = 1> (x, W, b)  y = Tanh (s)", lambda w: {"W": w["W"].T, "b": w["b"]}),
     "a Transpose of the weight": dense(
-        "V = Transpose (W)  h = MatMul (x, V)" + ADDED, lambda w: {"W": w["W"].T, "b": w["b"]}
-    ),
+        "V = Transpose (W)  h = MatMul (x, V)" + ADDED, lambda w: {"W": w["W"].T, "b": w["b"]}),
     "a bias with two axes": dense(DENSE, lambda w: {"W": w["W"], "b": w["b"][None]}),
     "weight and bias in one vector": dense(
         """flat = Slice (all, from0, bias)  W = Reshape (flat, shape)
@@ -60,13 +58,8 @@ PAIRS = {
         lambda w: {"W": w["W"].T[:, :, None]},
     ),
     "a transposed convolution of single pixels": Pair(
-        (4, 3, 3),
-        (2, 3, 3),
-        CONVOLUTION,
-        {"W": (2, 4, 1, 1)},
-        "h = ConvTranspose (x, W)  y = Tanh (h)",
-        lambda w: {"W": w["W"].swapaxes(0, 1)},
-    ),
+        (4, 3, 3), (2, 3, 3), CONVOLUTION, {"W": (2, 4, 1, 1)},
+        "h = ConvTranspose (x, W)  y = Tanh (h)", lambda w: {"W": w["W"].swapaxes(0, 1)}),
     "groups of a convolution": Pair(
         (6, 4, 4),
         (4, 3, 3),
@@ -90,8 +83,7 @@ PAIRS = {
     ),
     "one array for queries, keys and values": attention(
         "Wq, Wk, Wv = Split <axis = 1> (W, thirds)" + QKV,
-        lambda w: {"W": columns(w, "Wq", "Wk", "Wv")},
-    ),
+        lambda w: {"W": columns(w, "Wq", "Wk", "Wv")}),
     "one transposed array for queries, keys and values": attention(
         """q1, k1, v1 = Split <axis = 0> (W, thirds)
         Wq = Transpose (q1)  Wk = Transpose (k1)  Wv = Transpose (v1) """
@@ -99,22 +91,12 @@ PAIRS = {
         lambda w: {"W": columns(w, "Wq", "Wk", "Wv").T},
     ),
     "gates of a recurrence": Pair(
-        (3, 4),
-        (2,),
-        recurrence(MATMUL),
-        {"W": (4, 8), "R": (2, 8)},
-        recurrence(GEMM),
-        lambda w: {"W": w["W"].T, "R": w["R"].T},
-    ),
+        (3, 4), (2,), recurrence(MATMUL), {"W": (4, 8), "R": (2, 8)}, recurrence(GEMM),
+        lambda w: {"W": w["W"].T, "R": w["R"].T}),
     "an LSTM": Pair(
-        (3, 4),
-        (2,),
-        recurrence(MATMUL),
-        {"W": (4, 8), "R": (2, 8)},
-        recurrent("LSTM"),
-        lambda w: {"W": w["W"].T[None], "R": w["R"].T[None]},
-    ),
-}
+        (3, 4), (2,), recurrence(MATMUL), {"W": (4, 8), "R": (2, 8)}, recurrent("LSTM"),
+        lambda w: {"W": w["W"].T[None], "R": w["R"].T[None]}),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)

@@ -37,11 +37,8 @@ DATA = {
     "input": (MODEL, lambda: ({NAME: spoiled(X[NAME], np.nan)}, Y), "categorical"),
     "number": (LINEAR, normal_data, "normal"),
     "binary target": (
-        MODEL,
-        lambda: (X, spoiled(np.zeros((60, 3), np.float32), 7)),
-        "multi_bernoulli",
-    ),
-}
+        MODEL, lambda: (X, spoiled(np.zeros((60, 3), np.float32), 7)), "multi_bernoulli"),
+}  # fmt: skip
 
 
 def shards(data, folder):

@@ -131,8 +131,7 @@ RESUMED = {
     "more epochs": (BASE, {"epochs": 3}, None),
     "a loss with an object": (
         BASE | {"data": (X, ROWS), "loss": Scaled("z", 0.5, "targets")},
-        {"loss": Scaled("z", 0.5, "targets")}, None,
-    ),
+        {"loss": Scaled("z", 0.5, "targets")}, None),
     "loss": (BASE | {"data": (X, ROWS), "loss": "normal"}, {"loss": normal(var=2.0)}, "loss"),
     "other loss": (BASE, {"data": (X, ROWS), "loss": "normal"}, "loss"),
     "another number of one example": (BASE, {"data": (CHANGED, Y)}, "data"),
@@ -142,8 +141,7 @@ RESUMED = {
     "fraction": (BASE | {"validation": 0.2}, {"validation": 0.5}, "validation"),
     "no fraction": (BASE | {"validation": 0.2}, {"validation": None}, "validation"),
     "other validation": (
-        BASE | {"validation": (X[:9], Y[:9])}, {"validation": (X[1:10], Y[1:10])}, "validation",
-    ),
+        BASE | {"validation": (X[:9], Y[:9])}, {"validation": (X[1:10], Y[1:10])}, "validation"),
     "validation added": (BASE, {"validation": (X[:9], Y[:9])}, "validation"),
 }  # fmt: skip
 
