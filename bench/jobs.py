@@ -180,20 +180,13 @@ SUITES: Mapping[str, tuple[Job, ...]] = Registry(
     {
         "dense": (
             dense(64, 512), dense(256, 1024), dense(4096, 1024), dense(256, 2048),
-            dense(4096, 2048), dense(128, 4096),
-        ),
+            dense(4096, 2048), dense(128, 4096)),
         "conv": (
-            patches((32, 64, 56, 56), 3, 1, 1),
-            patches((32, 128, 28, 28), 3, 1, 1),
-            patches((32, 256, 14, 14), 3, 1, 1),
-            patches((32, 512, 7, 7), 3, 1, 1),
-            patches((32, 64, 56, 56), 3, 2, 1),
-            patches((8, 3, 224, 224), 7, 2, 3),
-            patches((32, 64, 56, 56), 1, 1, 0),
-            patches((32, 1024, 14, 14), 1, 1, 0),
-            patches((32, 16, 28, 28), 5, 1, 2),
-            depthwise((32, 96, 56, 56), 3, 1),
-        ),
+            patches((32, 64, 56, 56), 3, 1, 1), patches((32, 128, 28, 28), 3, 1, 1),
+            patches((32, 256, 14, 14), 3, 1, 1), patches((32, 512, 7, 7), 3, 1, 1),
+            patches((32, 64, 56, 56), 3, 2, 1), patches((8, 3, 224, 224), 7, 2, 3),
+            patches((32, 64, 56, 56), 1, 1, 0), patches((32, 1024, 14, 14), 1, 1, 0),
+            patches((32, 16, 28, 28), 5, 1, 2), depthwise((32, 96, 56, 56), 3, 1)),
         "inverse": tuple(inverse(d) for d in (64, 256, 512, 1024, 2048, 4096)),
         "power": tuple(power(d, exp) for d in (256, 1024) for exp in (-0.5, -0.25)),
         "precondition": (

@@ -118,18 +118,14 @@ AXES: Mapping[str, Axis] = Registry(
     {
         "batch": Axis((1024, 2048, 4096, 8192), lambda n: Shape(batch=n), 1, 1),
         "positions": Axis(
-            (32**2, 64**2, 128**2),
-            lambda n: Shape(batch=8, width=32, side=round(n**0.5)), 1, 1,
-        ),
+            (32**2, 64**2, 128**2), lambda n: Shape(batch=8, width=32, side=round(n**0.5)), 1, 1),
         "layers": Axis((4, 8, 16, 32), lambda n: Shape(layers=n), 1, 1),
         # One backward pass for each class, each through a last layer with as many columns.
         "classes": Axis((64, 256, 1024), _classes, 2, 0),
         "width, statistics": Axis(
-            (512, 1024, 2048), lambda n: Shape(width=n, batch=1024, layers=1), 2, 2
-        ),
+            (512, 1024, 2048), lambda n: Shape(width=n, batch=1024, layers=1), 2, 2),
         "width, inverses": Axis(
-            (512, 1024, 2048), lambda n: Shape(width=n, batch=8, layers=1, refresh_every=1), 3, 2
-        ),
+            (512, 1024, 2048), lambda n: Shape(width=n, batch=8, layers=1, refresh_every=1), 3, 2),
     },
 )  # fmt: skip
 

@@ -36,40 +36,31 @@ def _errors(row: Row) -> str:
 
 
 COLUMNS = (
-    Column(
-        "ms", 8, lambda row: milliseconds(row.seconds.median), "median of the wall time", 0
-    ),
+    Column("ms", 8, lambda row: milliseconds(row.seconds.median), "median of the wall time", 0),
     Column(
         "quartiles", 15,
         lambda row: f"{milliseconds(row.seconds.low)} – {milliseconds(row.seconds.high)}",
-        "a quarter of the runs is faster, and a quarter slower", 6,
-    ),
+        "a quarter of the runs is faster, and a quarter slower", 6),
     Column("runs", 4, lambda row: str(row.runs), "number of timed runs", 8),
-    Column(
-        "cpu ms", 8, lambda row: milliseconds(row.cpu_seconds), "CPU time of all threads", 7
-    ),
+    Column("cpu ms", 8, lambda row: milliseconds(row.cpu_seconds), "CPU time of all threads", 7),
     Column(
         "ours ÷ this", 11, lambda row: f"{row.ratio:.2f}",
         "time of this package divided by that of the contender; above 1 the contender is faster",
-        1,
-    ),
+        1),
     Column(
         "GFLOP/s", 7, lambda row: f"{2e-9 * row.rate:.0f}" if row.rate else "",
-        "operations of the definition in a second", 5,
-    ),
+        "operations of the definition in a second", 5),
     Column(
         "of ceiling", 10, lambda row: f"{row.fraction:.0%}" if row.rate else "",
         "least time at the rates of this machine, divided by the time; above 100 % if the "
         "algorithm needs fewer operations than the definition", 3,
     ),
     Column(
-        "peak MB", 7, lambda row: f"{row.peak_bytes / 1e6:.0f}",
-        "largest increase of the memory", 4,
-    ),
+        "peak MB", 7, lambda row: f"{row.peak_bytes / 1e6:.0f}", "largest increase of the memory",
+        4),
     Column(
         "error", 13, _errors,
-        "largest difference from the definition, relative to its largest entry", 2,
-    ),
+        "largest difference from the definition, relative to its largest entry", 2),
 )  # fmt: skip
 # Follows the numbers of a row during which other processes ran.
 _DISTURBED = "! others {:.0%}"

@@ -27,8 +27,7 @@ _MUON = (0.01, 0.02, 0.04)
 COLLECTIONS: Mapping[str, Collection] = {
     "tables": Collection(
         tuple(TABULAR), 0.5, 300,
-        {"kfac": {"kfac": (None,)}, "adam": {"adam": (0.001, 0.003, 0.01)}},
-    ),
+        {"kfac": {"kfac": (None,)}, "adam": {"adam": (0.001, 0.003, 0.01)}}),
     "modern": Collection(
         tuple(MODERN), 6, 0,
         {

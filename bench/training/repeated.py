@@ -177,26 +177,20 @@ def _phases(x: Array) -> Array:
 # The first coordinate of heat, burgers and allen-cahn is time.
 EQUATIONS: Mapping[str, Equation] = {
     "poisson": Equation(
-        lambda u: u.laplacian() + 2 * np.pi**2 * _sines(1, 1)(u.x), _sines(1, 1), (0, 0), (1, 1)
-    ),
+        lambda u: u.laplacian() + 2 * np.pi**2 * _sines(1, 1)(u.x), _sines(1, 1), (0, 0), (1, 1)),
     "poisson-5d": Equation(
-        lambda u: u.laplacian() + np.pi**2 * _cosines(u.x), _cosines, (0,) * 5, (1,) * 5
-    ),
+        lambda u: u.laplacian() + np.pi**2 * _cosines(u.x), _cosines, (0,) * 5, (1,) * 5),
     "heat": Equation(
-        lambda u: u.d(0) - 0.1 * u.d(1, 1), _cooling, (0, 0), (1, 1), ((0, 0), (1, 0), (1, 1))
-    ),
+        lambda u: u.d(0) - 0.1 * u.d(1, 1), _cooling, (0, 0), (1, 1), ((0, 0), (1, 0), (1, 1))),
     "helmholtz": Equation(
         lambda u: u.laplacian() + 36 * u.value - (36 - 5 * np.pi**2) * _sines(1, 2)(u.x),
-        _sines(1, 2), (0, 0), (1, 1),
-    ),
+        _sines(1, 2), (0, 0), (1, 1)),
     "burgers": Equation(
-        lambda u: u.d(0) + u.value * u.d(1) - _VISCOSITY * u.d(1, 1),
-        _shock, (0, -1), (1, 1), ((0, 0), (1, -1), (1, 1)), inside=2_000,
-    ),
+        lambda u: u.d(0) + u.value * u.d(1) - _VISCOSITY * u.d(1, 1), _shock, (0, -1), (1, 1),
+        ((0, 0), (1, -1), (1, 1)), inside=2_000),
     "allen-cahn": Equation(
-        lambda u: u.d(0) - _DIFFUSION * u.d(1, 1) - 5 * (u.value - u.value**3),
-        _phases, (0, -1), (1, 1), ((0, 0), (1, -1), (1, 1)), inside=2_000,
-    ),
+        lambda u: u.d(0) - _DIFFUSION * u.d(1, 1) - 5 * (u.value - u.value**3), _phases, (0, -1),
+        (1, 1), ((0, 0), (1, -1), (1, 1)), inside=2_000),
 }  # fmt: skip
 
 

@@ -72,25 +72,21 @@ def _table(name: str, table: Table, *, raw: bool) -> Task:
 MODERN: Mapping[str, Task] = {
     "llama": Task(
         "character Llama", lambda side, seed: modern.llama(seed),
-        lambda images: next_characters(100), "categorical", 16, evaluated=100, images=False,
-    ),
+        lambda images: next_characters(100), "categorical", 16, evaluated=100, images=False),
     "gpt": Task(
         "the same with LayerNorm, biases, GELU",
-        lambda side, seed: modern.llama(seed, classic=True),
-        lambda images: next_characters(100), "categorical", 16, evaluated=100, images=False,
-    ),
+        lambda side, seed: modern.llama(seed, classic=True), lambda images: next_characters(100),
+        "categorical", 16, evaluated=100, images=False),
     "vit": Task("ViT", modern.vit, partial(_planes, held_out=1_000), "categorical", 128),
     "mobilenet": Task("MobileNet with batch normalization", modern.mobilenet,
                       partial(_planes, held_out=1_000), "categorical", 64),
     "gru": Task(
         "character GRU", lambda side, seed: modern.character_gru(seed),
-        lambda images: next_characters(100), "categorical", 32, evaluated=100, images=False,
-    ),
+        lambda images: next_characters(100), "categorical", 32, evaluated=100, images=False),
     "unet": Task(
         "blurred images, U-Net with GroupNorm", modern.unet,
         lambda images: blurred(images, images.training // 5, 500), "normal", 64, evaluated=250,
-        squared=True,
-    ),
+        squared=True),
 }  # fmt: skip
 # Tasks of some thousand steps.
 LONG: Mapping[str, Task] = {
@@ -119,26 +115,21 @@ REPEATED: Mapping[str, Task] = {
     "image": _fitted(
         "image by coordinates, sines of frequency 20",
         lambda side, seed: repeated.sine_network((2, 64, 64, 64, 1), 20, seed),
-        lambda: repeated.image(1),
-    ),
+        lambda: repeated.image(1)),
     "colours": _fitted(
         "three images by coordinates, sines of frequency 30",
         lambda side, seed: repeated.sine_network((2, 64, 64, 64, 3), 30, seed),
-        lambda: repeated.image(3),
-    ),
+        lambda: repeated.image(3)),
     "chirp": _fitted(
         "sin(20x³) + |x|, tanh 48-48",
-        lambda side, seed: models.perceptron((1, 48, 48, 1), "Tanh", seed), repeated.chirp,
-    ),
+        lambda side, seed: models.perceptron((1, 48, 48, 1), "Tanh", seed), repeated.chirp),
     "surface": _fitted(
         "function of three variables, tanh 48-48",
-        lambda side, seed: models.perceptron((3, 48, 48, 1), "Tanh", seed), repeated.surface,
-    ),
+        lambda side, seed: models.perceptron((3, 48, 48, 1), "Tanh", seed), repeated.surface),
     "compressed": _fitted(
         "digits through 10 numbers, tanh 48-10-48",
         lambda side, seed: models.perceptron((64, 48, 10, 48, 64), "Tanh", seed),
-        lambda: repeated.compressed(load_digits()),
-    ),
+        lambda: repeated.compressed(load_digits())),
     **{name: _equation(name, equation) for name, equation in repeated.EQUATIONS.items()},
 }  # fmt: skip
 TABULAR: Mapping[str, Task] = {
@@ -152,35 +143,29 @@ TASKS: Mapping[str, Task] = Registry(
     {
         "autoencoder": Task(
             "autoencoder 784-400-200-100-30, tanh", models.autoencoder,
-            lambda images: reconstructed(images, _HELD_OUT), "multi_bernoulli", 512,
-        ),
+            lambda images: reconstructed(images, _HELD_OUT), "multi_bernoulli", 512),
         "resnet": Task("ResNet with batch normalization", models.resnet, _planes, "categorical",
                        256),
         "transformer": Task(
             "character transformer", lambda side, seed: models.transformer(seed),
-            lambda images: next_characters(), "categorical", 32, evaluated=100, images=False,
-        ),
+            lambda images: next_characters(), "categorical", 32, evaluated=100, images=False),
         "mlp": Task(
             "MLP 784-512-256-10, ReLU",
             lambda side, seed: models.perceptron((side**2, 512, 256, 10), "Relu", seed), _flat,
-            "categorical", 512,
-        ),
+            "categorical", 512),
         "lenet": Task("LeNet, tanh", models.lenet, _planes, "categorical", 256),
         "digits": Task(
             "digits, MLP 64-100-50-10, tanh",
             lambda side, seed: models.perceptron((64, 100, 50, 10), "Tanh", seed),
-            lambda images: _flat(load_digits()), "categorical", 128, images=False,
-        ),
+            lambda images: _flat(load_digits()), "categorical", 128, images=False),
         "cnn": Task("CNN without normalization, ReLU", models.cnn, _planes, "categorical", 256),
         "restorer": Task(
             "blurred images, convolutional regression", models.restorer,
-            lambda images: blurred(images, images.training // 5, 1_000), "normal", 128,
-        ),
+            lambda images: blurred(images, images.training // 5, 1_000), "normal", 128),
         "function": Task(
             "smooth function, dense regression",
             lambda side, seed: models.perceptron((8, 64, 64, 4), "Tanh", seed),
-            lambda images: smooth_function(), "normal", 256, images=False,
-        ),
+            lambda images: smooth_function(), "normal", 256, images=False),
         **MODERN,
         **LONG,
         **REPEATED,

@@ -87,12 +87,10 @@ _ALL = (
         "that the graph uses like a parameter."),
     _patterns("--freeze", "Pattern of the names of parameters to exclude from training."),
     Group.CURVATURE.option(
-        "--damping", type=float, default=0.001,
-        help="Damping λ > 0, added to the Fisher matrix."),
+        "--damping", type=float, default=0.001, help="Damping λ > 0, added to the Fisher matrix."),
     Group.CURVATURE.option(
         "--mode", "estimation_mode", metavar="NAME", default="gradients",
-        names=("curvature.estimation_modes.MODES",),
-        help="Estimation mode of the Fisher matrix."),
+        names=("curvature.estimation_modes.MODES",), help="Estimation mode of the Fisher matrix."),
     approximation(),
     Group.MACHINE.option(
         "--threads", type=int,
@@ -126,16 +124,14 @@ _ALL = (
 _MEASURED = (
     Group.CURVATURE.option(
         "--structure", metavar="NAME", default="kron",
-        names=("analysis.fisher_matrix.options.STRUCTURES",),
-        help="Structure of the matrix."),
+        names=("analysis.fisher_matrix.options.STRUCTURES",), help="Structure of the matrix."),
     Group.CURVATURE.option(
         "--fisher", metavar="NAME", default="exact",
         names=("analysis.fisher_matrix.options.FISHERS",),
         help="Which Fisher matrix: exact, an estimate from one sampled target for each "
         "prediction, or the empirical matrix of the targets of the data."),
     Group.CURVATURE.option(
-        "--layers", metavar="NAME", default="all",
-        names=("analysis.fisher_matrix.options.LAYERS",),
+        "--layers", metavar="NAME", default="all", names=("analysis.fisher_matrix.options.LAYERS",),
         help="Layers that are measured: all, or last for the last layer before each loss."),
     approximation("the default of the structure"),
     _patterns(

@@ -34,14 +34,12 @@ _OBJECTIVE = ("class_axis", "reduction", "freeze", "gradient_dtype", "batch_axes
 _OPTIMIZERS = tuple(name for name in OPTIMIZERS if name != "gauss_newton")
 _OPTIONS = (
     Group.OPTIMIZER.option(
-        "--optimizer", type=click.Choice(_OPTIMIZERS), default="kfac", help="The optimizer."
-    ),
+        "--optimizer", type=click.Choice(_OPTIMIZERS), default="kfac", help="The optimizer."),
     Group.OPTIMIZER.option(
         "--learning-rate", type=float,
         help="Learning rate; kfac has none. By default the optimizer's own."),
     Group.OPTIMIZER.option(
-        "--weight-decay", type=float, help="Weight decay; by default the optimizer's own."
-    ),
+        "--weight-decay", type=float, help="Weight decay; by default the optimizer's own."),
     Group.OUTPUT.count(
         "--steps-per-call", default=1,
         help="Number of steps in a call; with more than one, inputs have a first axis of steps."),
@@ -143,14 +141,11 @@ _KINDS = (
         help="Output u to differentiate; by default all that depend on the input. May be "
         "repeated."),
     Group.OUTPUT.option(
-        "--jacobian", is_flag=True, help="Add 'jacobian of u', the derivatives by all features."
-    ),
+        "--jacobian", is_flag=True, help="Add 'jacobian of u', the derivatives by all features."),
     Group.OUTPUT.option(
-        "--laplacian", is_flag=True, help="Add 'laplacian of u', the sum of second derivatives."
-    ),
+        "--laplacian", is_flag=True, help="Add 'laplacian of u', the sum of second derivatives."),
     Group.OUTPUT.option(
-        "--hessian", is_flag=True, help="Add 'hessian of u', all second derivatives."
-    ),
+        "--hessian", is_flag=True, help="Add 'hessian of u', all second derivatives."),
     Group.OUTPUT.option(
         "--directional", is_flag=True,
         help="Add the input 'direction', and 'first directional of u' and 'second directional of "

@@ -33,8 +33,7 @@ _FILES = (
         help="Queries, in a form of --inputs; without them, each example has the score for "
         "itself."),
     Group.DATA.file(
-        "--query-targets", help="Targets of the queries in a file of their own, .npz or .npy."
-    ),
+        "--query-targets", help="Targets of the queries in a file of their own, .npz or .npy."),
     Group.OUTPUT.file(
         "-o", "--out", required=True,
         help="File of the scores (.npz): scores (queries, examples), or self_scores (examples)."),

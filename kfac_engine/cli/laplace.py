@@ -40,8 +40,7 @@ _FILES = (
         "--inputs",
         help="Queries: .npz by input name, one .npy, or a folder of shards. Needed for --out."),
     Group.OUTPUT.file(
-        "-o", "--out", help="File of mean, variance and probabilities of the queries (.npz)."
-    ),
+        "-o", "--out", help="File of mean, variance and probabilities of the queries (.npz)."),
     Group.OUTPUT.file(
         "--export",
         help="The model with one more output, the variance (.onnx), for a curvature of the last "

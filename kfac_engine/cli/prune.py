@@ -102,8 +102,7 @@ def _report_scores(scores: "Mapping[str, Array]", method: str, out: Path, as_jso
 
 _SELECTION = (
     Group.PRUNING.option(
-        "--sparsity", type=float, help="Fraction of the chosen weights to set to zero, in [0, 1)."
-    ),
+        "--sparsity", type=float, help="Fraction of the chosen weights to set to zero, in [0, 1)."),
     Group.PRUNING.option("--count", type=int, help="Number of weights to set to zero."),
     Group.PRUNING.option(
         "--pattern", metavar="N:M",

@@ -97,8 +97,7 @@ _FILES = (
 )  # fmt: skip
 _UPDATE = (
     Group.OPTIMIZER.option(
-        "--optimizer", type=click.Choice(OPTIMIZERS), default=OPTIMIZERS[0],
-        help="The optimizer."),
+        "--optimizer", type=click.Choice(OPTIMIZERS), default=OPTIMIZERS[0], help="The optimizer."),
     Group.OPTIMIZER.option(
         "--learning-rate", type=float, help="Learning rate; by default the optimizer's own."),
     Group.OPTIMIZER.option(
@@ -112,8 +111,7 @@ _UPDATE = (
         help="Number of steps from one refresh of a factor to the next."),
 )  # fmt: skip
 _COURSE = (
-    Group.LENGTH.count(
-        "--epochs", help="Bound of the epochs; 10 without any bound."),
+    Group.LENGTH.count("--epochs", help="Bound of the epochs; 10 without any bound."),
     Group.LENGTH.count("--steps", help="Bound of the steps."),
     Group.LENGTH.option("--seconds", type=float, help="Bound of the time, validation included."),
     Group.OPTIMIZER.count(

@@ -167,16 +167,12 @@ KINDS: Registry[LayerKind] = Registry(
                 "kron_in_diag": Approximation(_kronecker(DIAGONAL, DENSE), "diag(A) ⊗ G", _KFAC),
                 "kron_out_diag": Approximation(_kronecker(DENSE, DIAGONAL), "A ⊗ diag(G)", _KFAC),
                 "kron_both_diag": Approximation(
-                    _kronecker(DIAGONAL, DIAGONAL),
-                    "diag(A) ⊗ diag(G)",
-                    _KFAC,
-                ),
+                    _kronecker(DIAGONAL, DIAGONAL), "diag(A) ⊗ diag(G)", _KFAC),
                 "kron_reduce": _REDUCE,
                 "ekfac": _EKFAC,
                 "diagonal": _LAYER_DIAGONAL,
                 "kron_blocks": Approximation(
-                    _kronecker(BY_SIZE, BY_SIZE), "blocks(A) ⊗ blocks(G)", _DIVIDED
-                ),
+                    _kronecker(BY_SIZE, BY_SIZE), "blocks(A) ⊗ blocks(G)", _DIVIDED),
             },
             large="kron_blocks",
             several="fully_connected_multi",
@@ -209,25 +205,17 @@ KINDS: Registry[LayerKind] = Registry(
             {
                 "kron_indep": Approximation(_kronecker(USES, USES), "u · A ⊗ G", _USES),
                 "kron_indep_in_diag": Approximation(
-                    _kronecker(DIAGONAL, USES), "u · diag(A) ⊗ G", _USES
-                ),
+                    _kronecker(DIAGONAL, USES), "u · diag(A) ⊗ G", _USES),
                 "kron_indep_out_diag": Approximation(
-                    _kronecker(USES, DIAGONAL), "u · A ⊗ diag(G)", _USES
-                ),
+                    _kronecker(USES, DIAGONAL), "u · A ⊗ diag(G)", _USES),
                 "kron_indep_both_diag": Approximation(
-                    _kronecker(DIAGONAL, DIAGONAL),
-                    "u · diag(A) ⊗ diag(G)",
-                    _USES,
-                ),
+                    _kronecker(DIAGONAL, DIAGONAL), "u · diag(A) ⊗ diag(G)", _USES),
                 "kron_series_1": Approximation(
-                    _series(1), "Σ_d (u − |d|) · A_d ⊗ G_d", _SERIES, eigenvectors=True
-                ),
+                    _series(1), "Σ_d (u − |d|) · A_d ⊗ G_d", _SERIES, eigenvectors=True),
                 "kron_series_2": Approximation(
-                    _series(2), "Σ_d u · A_d ⊗ G_d", _SERIES, eigenvectors=True
-                ),
+                    _series(2), "Σ_d u · A_d ⊗ G_d", _SERIES, eigenvectors=True),
                 "kron_indep_blocks": Approximation(
-                    _kronecker(BY_SIZE, BY_SIZE), "u · blocks(A) ⊗ blocks(G)", _DIVIDED
-                ),
+                    _kronecker(BY_SIZE, BY_SIZE), "u · blocks(A) ⊗ blocks(G)", _DIVIDED),
             },
             large="kron_indep_blocks",
         ),
@@ -292,7 +280,7 @@ KINDS: Registry[LayerKind] = Registry(
             }
         ),
     },
-)
+)  # fmt: skip
 
 # Symbols of the formulas, with their meanings.
 NOTATION: Mapping[str, str] = {
