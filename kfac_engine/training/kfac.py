@@ -337,7 +337,8 @@ class KfacOptimizer(Optimizer):
             _, gradients, _, bound = self._differentiated(batch, clock)
         if self._exact and basis.repeated.tries:
             (basis, gradients), bound = self._tried(basis, gradients, clock), None
-        if self._add_penalties(gradients, basis):
+        values, slots = self._parameters(), (self._slots, self._new_slots() | self._kept())
+        if self._add_penalties(gradients, values, basis):
             bound = None
         if self.engine.damping is not self._of_engine:  # another optimizer has set it
             self.damping = self._damping
@@ -348,7 +349,6 @@ class KfacOptimizer(Optimizer):
             basis.seen.scarcity,
             powers if powers is None else backend.to_numpy(powers),
         )
-        values, slots = self._parameters(), (self._slots, self._new_slots() | self._kept())
         step = self._inputs(gradients, values, slots, self.steps, scale, residuals, facts)
         decay = self._shrinkage.kept_decay(basis.seen) * step.decay
         step = step._replace(decay=decay, batch=basis.batch, clock=clock)
@@ -373,9 +373,9 @@ class KfacOptimizer(Optimizer):
         )
         return Proposal(move.values, step.new_slots, report)
 
-    def _add_penalties(self, gradients: dict[str, Array], basis: Basis) -> bool:
+    def _add_penalties(self, gradients: dict[str, Array], values: Vector, basis: Basis) -> bool:
         """Add the gradients of the penalties to those of the loss; return whether there are any."""
-        values, of_rule = self._parameters(), self._rule is self._given
+        of_rule = self._rule is self._given
         strengths = self._shrinkage.strengths(basis.evidence) if of_rule else {}
         for name, strength in strengths.items():
             add_multiple(gradients[name], strength, values[name])

@@ -440,16 +440,17 @@ class Optimizer(Summarized, Sealed, ABC):
         backend = self.engine.collection.backend
 
         def refuse_unless(slot: str, finite: Array) -> None:
-            if not finite.all():
+            if finite.all():
+                return
+            with self.engine.passes.history.explain():
                 raise NonFiniteError(
                     f"the {slot.replace('_', ' ')} of the optimizer overflows; the gradients are "
                     f"too large. Scale the loss down, or clip the data."
                 )
 
-        with self.engine.passes.history.explain():
-            for slot in _DIVISORS & slots.keys():
-                if arrays := list(slots[slot].blocks.values()):
-                    backend.read_later(backend.are_finite(arrays), partial(refuse_unless, slot))
+        for slot in _DIVISORS & slots.keys():
+            if arrays := list(slots[slot].blocks.values()):
+                backend.read_later(backend.are_finite(arrays), partial(refuse_unless, slot))
 
 
 def _show_option(value: object) -> str:
