@@ -69,13 +69,9 @@ def _adds(node: Node) -> bool:
     return text(node, "reduction", "none") in {"none", "add"}
 
 
-def _extrapolates(node: Node) -> bool:
-    return text(node, "coordinate_transformation_mode", "") == "tf_crop_and_resize"
-
-
 # Operators that are linear in some forms only.
 _FORMS: Mapping[str, Callable[[Node], bool]] = {
-    "Resize": lambda node: not _extrapolates(node),
+    "Resize": lambda node: text(node, "coordinate_transformation_mode", "") != "tf_crop_and_resize",
     "ScatterElements": _adds,
     "ScatterND": _adds,
 }

@@ -24,7 +24,6 @@ from kfac_engine.summary import dimensions
 
 if TYPE_CHECKING:
     import kfac_engine as ke
-    from kfac_engine._types import Params
     from kfac_engine.analysis.fisher_matrix.blocks import Block
     from kfac_engine.engine.spectra import FactorSpectrum
 
@@ -186,10 +185,12 @@ class _Row:
 
 
 def _rows(curvature: "ke.Curvature", damping: float) -> list[_Row]:
+    from kfac_engine.curvature.blocks.base import uses
+
     rows, extents = [], _extents(curvature)
     for block in curvature.blocks:
         owners = [name for part in block.parts for name in part.parameters]
-        keys = [key for part in block.parts for key in _several(part.key)]
+        keys = [key for part in block.parts for key in uses(part.key)]
         values = block.spectrum.eigenvalues
         rows.append(
             _Row(
@@ -206,10 +207,6 @@ def _rows(curvature: "ke.Curvature", damping: float) -> list[_Row]:
             )
         )
     return rows
-
-
-def _several(key: "Params") -> tuple[str, ...]:
-    return (key,) if isinstance(key, str) else key
 
 
 def _extents(curvature: "ke.Curvature") -> dict[str, str]:

@@ -14,7 +14,7 @@ from kfac_engine._types import Array, Params
 from kfac_engine.backend.protocol import Backend
 from kfac_engine.compat.convolution_factors import check_extraction
 from kfac_engine.compat.factors import InTowers, of_towers
-from kfac_engine.curvature.blocks.base import GradsList, Names
+from kfac_engine.curvature.blocks.base import GradsList, Names, uses
 from kfac_engine.curvature.blocks.embedding import EmbeddingKroneckerFB
 from kfac_engine.curvature.blocks.grouped import GroupedKroneckerFB, single_filter, square_of
 from kfac_engine.curvature.blocks.kronecker import (
@@ -340,7 +340,7 @@ class ConvKFCBasicFB(KroneckerProductFB):
         weight_format: str | None = None,
     ) -> None:
         form = convolution_form(
-            layer_collection.require_shape(params if isinstance(params, str) else params[0]),
+            layer_collection.require_shape(uses(params)[0]),
             has_bias=not isinstance(params, str),
             padding=padding,
             strides=strides,
@@ -417,7 +417,7 @@ class ConvKFCBasicMultiIndepFB(_OptionalUses):
         weight_format: str | None = None,
     ) -> None:
         form = convolution_form(
-            layer_collection.require_shape(params if isinstance(params, str) else params[0]),
+            layer_collection.require_shape(uses(params)[0]),
             has_bias=not isinstance(params, str),
             padding=padding,
             strides=strides,
@@ -450,7 +450,7 @@ class ConvDiagonalFB(LayerDiagonalFB):
         weight_format: str | None = None,
     ) -> None:
         form = convolution_form(
-            layer_collection.require_shape(params if isinstance(params, str) else params[0]),
+            layer_collection.require_shape(uses(params)[0]),
             has_bias=not isinstance(params, str),
             padding=padding,
             strides=strides,

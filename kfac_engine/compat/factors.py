@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from kfac_engine._types import DType
 from kfac_engine.backend.protocol import Backend
+from kfac_engine.curvature.blocks.base import uses
 from kfac_engine.curvature.config import CollectionConfig
 from kfac_engine.curvature.factors.base import FisherFactor
 from kfac_engine.curvature.factors.dense import DenseSquareMatrixFactor
@@ -26,7 +27,6 @@ from kfac_engine.curvature.factors.statistics import (
     KroneckerMoment,
     LayerSquare,
     Statistic,
-    Uses,
 )
 from kfac_engine.errors import InputError, RegistrationError
 from kfac_engine.layers.views import RowView
@@ -65,7 +65,7 @@ class NaiveFullFactor(InTowers, DenseSquareMatrixFactor):
     def __init__(
         self, params_grads: Sequence[Tower], batch_size: int | str, **options: Unpack[FactorOptions]
     ) -> None:
-        statistics = [(GradientOuter(uses_of(s), (batch_size,)),) for s in params_grads]
+        statistics = [(GradientOuter(uses(s), (batch_size,)),) for s in params_grads]
         super().__init__(statistics, **options)
 
 
@@ -79,7 +79,7 @@ class NaiveDiagonalFactor(InTowers, DiagonalFactor):
     def __init__(
         self, params_grads: Sequence[Tower], batch_size: int | str, **options: Unpack[FactorOptions]
     ) -> None:
-        statistics = [(GradientSquare(uses_of(s), (batch_size,)),) for s in params_grads]
+        statistics = [(GradientSquare(uses(s), (batch_size,)),) for s in params_grads]
         super().__init__(statistics, **options)
 
 
@@ -165,11 +165,6 @@ class FullyConnectedDiagonalFactor(InTowers, DiagonalFactor):
         super().__init__(of_towers(squares, outputs_grads, inputs), **options)
 
 
-def uses_of(names: Tower) -> Uses:
-    """Return the names over the uses of a tower as a tuple; a single name is one use."""
-    return (names,) if isinstance(names, str) else tuple(names)
-
-
 def of_towers(
     statistic: Callable[..., Formula], names: Gradients, inputs: Sequence[Tower] | None = None
 ) -> list[list[Formula]]:
@@ -184,9 +179,9 @@ def of_towers(
             f"got {names!r}."
         )
     if inputs is None:
-        return [[statistic(uses_of(tower)) for tower in source] for source in names]
+        return [[statistic(uses(tower)) for tower in source] for source in names]
     return [
-        [statistic(uses_of(x), uses_of(ds)) for x, ds in zip(inputs, source, strict=True)]
+        [statistic(uses(x), uses(ds)) for x, ds in zip(inputs, source, strict=True)]
         for source in names
     ]
 
@@ -197,7 +192,7 @@ def uses_in(tensors: Gradients, num_uses: int | None) -> int:
     An InputError says that there is neither, or that the number is below one. A RegistrationError
     says that the number and the lengths of lists differ.
     """
-    towers = (uses_of(tower) for source in tensors for tower in source)
+    towers = (uses(tower) for source in tensors for tower in source)
     counts = {len(tower) for tower in towers if len(tower) > 1}
     if num_uses is not None:
         counts.add(num_uses)

@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from kfac_engine._types import Array, Params
+from kfac_engine._types import Array
 from kfac_engine.backend.namespace import array_module
-from kfac_engine.curvature.blocks.base import FisherBlock
+from kfac_engine.curvature.blocks.base import FisherBlock, uses
 from kfac_engine.curvature.blocks.kronecker import relative_level
 from kfac_engine.curvature.factors.average import MovingAverage
 from kfac_engine.curvature.factors.base import FisherFactor
@@ -560,7 +560,7 @@ class CurvatureSteps:
     def _natural_names(self, vectors: Mapping[str, Symbol]) -> list[str]:
         """Return the parameters all of whose entries belong to layers with matrices."""
         slices = self._assembly.discovery.parts
-        known = {name for key in self._blocks for name in _names(key)}
+        known = {name for key in self._blocks for name in uses(key)}
         return [n for n in vectors if known.issuperset(part.name for part in slices[n])]
 
     def _natural(self, vectors: Mapping[str, Symbol], inverses: list[Symbol]) -> dict[str, Symbol]:
@@ -568,7 +568,7 @@ class CurvatureSteps:
         slices, number = self._assembly.discovery.parts, {f: i for i, f in enumerate(self._factors)}
         parts, products = split(slices, vectors), dict[str, Symbol]()
         for key, block in self._blocks.items():
-            names = _names(key)
+            names = uses(key)
             if names[0] not in parts:
                 continue
             weight, xp = parts[names[0]], array_module(parts[names[0]])
@@ -653,10 +653,6 @@ def _spelled(loss: LossFunction) -> str:
     kind = type(loss)
     name = next((name for name, its in LOSSES.items() if its is kind), kind.__name__)
     return f"the loss '{name}' on '{loss.inputs[0]}'"
-
-
-def _names(key: Params) -> tuple[str, ...]:
-    return (key,) if isinstance(key, str) else key
 
 
 def _is_due(step: Symbol, last: Symbol, period: int, least: Any) -> Symbol:

@@ -83,7 +83,7 @@ class CurvatureOperator(LinearOperator):  # type: ignore[misc] # SciPy has no ty
         total, examples = np.zeros(X.shape), 0
         for count, product in self._products():
             for index, column in enumerate(columns):
-                arrays = self._on_host(product(column))  # with the copies of tied weights
+                arrays = on_host(product(column), self._backend)  # with the copies of tied weights
                 total[:, index] += (
                     count * self.vector.join({n: np.asarray(arrays[n]) for n in names})[0][0]
                 )
@@ -130,9 +130,6 @@ class CurvatureOperator(LinearOperator):  # type: ignore[misc] # SciPy has no ty
     def _zeros(self, _: Mapping[str, Array]) -> dict[str, Array]:
         """Return the product with the matrix of a batch in which no target counts."""
         return {name: np.zeros_like(array) for name, array in self.model.parameters.items()}
-
-    def _on_host(self, arrays: Mapping[str, Array]) -> dict[str, Array]:
-        return on_host(arrays, self._backend)
 
 
 def curvature_operator(

@@ -45,7 +45,7 @@ def conv_transpose(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> 
     if 2 in wanted:
         gradients[2] = b.op("ReduceSum", g[0], b.constant([0, *window.axes]), keepdims=0)
     image = g[0]
-    if "output_shape" in node.attributes or _pads_itself(node):
+    if "output_shape" in node.attributes or text(node, "auto_pad", "").startswith("SAME"):
         none = (0,) * len(window.kernel)
         window = replace(window, begins=none, ends=none, same="")
         image = _uncropped(b, node, image, window)
@@ -58,10 +58,6 @@ def conv_transpose(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> 
         adjoint = replace(node, inputs=(image, weight), outputs=(x,))
         gradients[1] = kernel_cotangent(b, adjoint, x, window, group)
     return gradients
-
-
-def _pads_itself(node: Node) -> bool:
-    return text(node, "auto_pad", "NOTSET").startswith("SAME")
 
 
 def _uncropped(b: VjpBuilder, node: Node, g: str, window: SlidingWindow) -> str:

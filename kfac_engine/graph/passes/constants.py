@@ -238,7 +238,7 @@ class _Statistics:
         new = operand if operand not in used else claim(f"{old}.{readers[0].suffix}", used)
         for reader in readers:
             reader.read(new)
-        if not self._is_read(old):
+        if not any(old in reads(node) for node in self.graph.node):
             for reader in readers:
                 reader.read(old)
             new = old
@@ -257,9 +257,6 @@ class _Statistics:
                 entry.data_type = code
             else:
                 entry.type.tensor_type.elem_type = code
-
-    def _is_read(self, name: str) -> bool:
-        return any(name in reads(node) for node in self.graph.node)
 
 
 def _is_statistic(node: onnx.NodeProto, index: int) -> bool:
