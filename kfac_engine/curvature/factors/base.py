@@ -248,12 +248,13 @@ class FisherFactor(ABC):
         for name in self.names():
             if not known.is_finite(name):
                 self._check_large(name, values[name])
-        sizes, old = self._sizes(values), self.average.value
+        statistics, old = self._statistics(), self.average.value
+        sizes = Sizes.of_parts(statistics, values)
         if old is not None and old.shape != sizes.shape:
             raise ShapeError(f"{self.name} has shape {old.shape}, this batch gives {sizes.shape}.")
         if not sizes.count.examples:
             raise InputError(f"the batch for {self.name} holds no example.")
-        for statistic in chain(*self._statistics()):
+        for statistic in chain(*statistics):
             for pair in statistic.products():
                 self._check_product(pair, values, known)
         return sizes
@@ -293,7 +294,7 @@ class FisherFactor(ABC):
                 in the same array.
         """
         if not self.sources:
-            sizes = sizes or self._sizes(values)
+            sizes = sizes or Sizes.of(self.statistic, values)
             return self._measured(self.statistic, values, sizes, before, joined=joined)
         measured: Measurement | None = None
         for source in self._statistics():
@@ -335,7 +336,7 @@ class FisherFactor(ABC):
 
     def to_measure(self, values: Values, sizes: Sizes | None = None) -> ToMeasure:
         """Return what ``commit`` measures straight into the average; arguments as ``measure``."""
-        sizes = sizes or self._sizes(values)
+        sizes = sizes or Sizes.of(self.statistic, values)
         return ToMeasure(values, sizes, sizes.count, self.statistic.names())
 
     def add_source(self, measurement: Measurement, values: Values) -> Measurement:
@@ -355,12 +356,6 @@ class FisherFactor(ABC):
             return replace(measurement, array=measurement.array + source)
         joined = self.backend.xp.concatenate([measurement.array, source])
         return replace(measurement, array=joined)
-
-    def _sizes(self, values: Values) -> Sizes:
-        """Return the sizes of a batch."""
-        if not self.sources:
-            return Sizes.of(self.statistic, values)
-        return Sizes.of_parts(self._statistics(), values)
 
     def _statistics(self) -> list[list[Statistic]]:
         """Return the statistic with the names of each part, ``[source][part]``."""
