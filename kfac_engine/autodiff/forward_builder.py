@@ -6,13 +6,12 @@ all directions need is therefore computed once, although each direction asks for
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from hashlib import blake2s
 from typing import TypeAlias
 
 import numpy as np
 
 from kfac_engine._types import Array
-from kfac_engine.graph.node_builder import FLOAT_CODES, NodeBuilder
+from kfac_engine.graph.node_builder import FLOAT_CODES, NodeBuilder, digest_of
 from kfac_engine.graph.structure import AttributeValue, Fact, Graph, Input, Node
 
 # Returns element type and shape of every value of a graph, from a run on the given inputs.
@@ -93,7 +92,7 @@ class ForwardBuilder(NodeBuilder):
     ) -> str:
         """Add a constant, once for equal constants; return its name."""
         array = np.asarray(value, dtype=dtype)
-        digest = _digest(array.dtype.name, array.shape, array.tobytes())
+        digest = digest_of(array.dtype.name, array.shape, array.tobytes())
         name = super().constant(array, label=label or f"constant_{digest}")
         self.facts[name] = Fact(array.dtype, array.shape)
         return name
@@ -240,7 +239,7 @@ class ForwardBuilder(NodeBuilder):
         """
         content = map(_content, sorted(node.attributes.items()))
         omitted = [not name for name in node.outputs]
-        digest = _digest(node.op, node.domain, *node.inputs, omitted, *content)
+        digest = digest_of(node.op, node.domain, *node.inputs, omitted, *content)
         names = tuple(
             old and (new or f"derivative_{node.op}_{digest}_{index}")
             for index, (old, new) in enumerate(zip(node.outputs, results, strict=True))
@@ -260,7 +259,3 @@ def _content(attribute: tuple[str, AttributeValue]) -> tuple[object, ...]:
     if isinstance(value, np.ndarray):
         return name, value.dtype.name, value.shape, value.tobytes()
     return name, value
-
-
-def _digest(*content: object) -> str:
-    return blake2s(repr(content).encode(), digest_size=8).hexdigest()

@@ -11,13 +11,12 @@ graphs on a GPU and graphs that are differentiated again contain the nodes.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from hashlib import blake2s
 
 import numpy as np
 
 from kfac_engine._types import Array, DType
 from kfac_engine.backend.window import SlidingWindow
-from kfac_engine.graph.node_builder import FLOAT_CODES, NodeBuilder
+from kfac_engine.graph.node_builder import FLOAT_CODES, NodeBuilder, digest_of
 from kfac_engine.graph.structure import AttributeValue, Fact, Graph, Node
 
 
@@ -102,7 +101,7 @@ class VjpBuilder(NodeBuilder):
     ) -> str:
         """Add a constant for both graphs, once for equal constants; return its name."""
         array = np.asarray(value, dtype=dtype)
-        digest = _digest(array.dtype.name, array.shape, array.tobytes())
+        digest = digest_of(array.dtype.name, array.shape, array.tobytes())
         return super().constant(array, label=label or f"constant_{digest}")
 
     def scalar(self, value: float, like: str) -> str:
@@ -236,13 +235,9 @@ class VjpBuilder(NodeBuilder):
     ) -> tuple[str, ...]:
         for name in inputs:
             assert not name or name in self._forward_values or name in self.constants, name
-        digest = _digest(op, inputs, outputs, sorted(attributes.items()))
+        digest = digest_of(op, inputs, outputs, sorted(attributes.items()))
         names = tuple(f"forward_{op}_{digest}_{index}" for index in range(outputs))
         if names[0] not in self._forward_values:
             self.forward_nodes.append(Node(op, inputs, names, attributes, name=f"node_{names[0]}"))
             self._forward_values.update(names)
         return names
-
-
-def _digest(*content: object) -> str:
-    return blake2s(repr(content).encode(), digest_size=8).hexdigest()

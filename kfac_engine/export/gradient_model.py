@@ -45,7 +45,7 @@ from kfac_engine.graph.analysis.trainable import matching, trainable_parameters
 from kfac_engine.graph.files import declare, model_files, with_constants, write_model
 from kfac_engine.graph.load import LoadedModel, ModelSource, load_model
 from kfac_engine.graph.passes.upcast import GradientDType, in_types, result_types, with_borders
-from kfac_engine.graph.structure import Fact, Graph, Input, Node
+from kfac_engine.graph.structure import Fact, Graph, Input, Node, values_read
 from kfac_engine.graph.webgpu import PROVIDERS, Provider, for_webgpu
 from kfac_engine.graph.write import ModelProto, build_model
 from kfac_engine.losses.objective import Reduction, check_reduction
@@ -209,7 +209,7 @@ def joint_model(
     """
     names = [entry.name for entry in outputs]
     nodes = needed(joint.nodes, names)
-    read = _operands(nodes)
+    read = values_read(nodes)
     constants = {name: array for name, array in joint.constants.items() if name in read}
     stored_names = (*(entry.name for entry in inputs), *constants)
     model = build_model(
@@ -340,12 +340,8 @@ def _written(
         outputs.append(Input(target, facts[name].dtype, wrt_shape))
     name = f"gradient of {joint.name}"
     joint = replace(joint, nodes=tuple(nodes), constants=constants, name=name)
-    read = _operands(needed(nodes, [entry.name for entry in outputs]))
+    read = values_read(needed(nodes, [entry.name for entry in outputs]))
     return joint_model(joint, [e for e in inputs if e.name in read], outputs, stored)
-
-
-def _operands(nodes: Sequence[Node]) -> set[str]:
-    return {name for node in nodes for name in (*node.inputs, *node.captures)}
 
 
 def _in_type(entry: Input, types: Mapping[str, DType]) -> Input:

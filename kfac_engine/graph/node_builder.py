@@ -5,6 +5,7 @@ chooses the names of new values and adds the operations that only its users need
 """
 
 from collections.abc import Mapping, Sequence
+from hashlib import blake2s
 
 import numpy as np
 
@@ -95,3 +96,8 @@ class NodeBuilder:
     def node_name(self, op: str, results: Sequence[str]) -> str:
         """Return a new name for the next node."""
         return f"{self.prefix}node_{len(self.nodes)}"
+
+
+def digest_of(*content: object) -> str:
+    """Return a short text that is the same for equal content."""
+    return blake2s(repr(content).encode(), digest_size=8).hexdigest()

@@ -4,7 +4,7 @@
 attributes are plain Python values and tensors are NumPy arrays.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TypeAlias
@@ -49,6 +49,11 @@ class Node:
     def qualified_op(self) -> str:
         """Operator name with a non-standard domain as prefix, such as ``com.microsoft::Gelu``."""
         return f"{self.domain}::{self.op}" if self.domain else self.op
+
+
+def values_read(nodes: Iterable[Node]) -> set[str]:
+    """Return the values that nodes read, as operands or in their bodies."""
+    return {name for node in nodes for name in (*node.inputs, *node.captures)}
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ from kfac_engine.autodiff.differentiate import needed
 from kfac_engine.errors import UnsupportedError
 from kfac_engine.graph.node_builder import TYPE_CODES, NodeBuilder
 from kfac_engine.graph.passes.order import captures
-from kfac_engine.graph.structure import AttributeValue, Input, Subgraph
+from kfac_engine.graph.structure import AttributeValue, Input, Subgraph, values_read
 from kfac_engine.graph.write import build_model
 
 Number: TypeAlias = Union[int, float, "Size"]
@@ -66,7 +66,7 @@ class Level(NodeBuilder):
             # The runtime compares the shapes of both branches: only their ranks are equal.
             outputs.append(Input(name, value.dtype, (None,) * value.ndim))
         nodes = needed(self.nodes, [entry.name for entry in outputs])
-        read = {name for node in nodes for name in (*node.inputs, *node.captures)}
+        read = values_read(nodes)
         constants = {name: array for name, array in self.constants.items() if name in read}
         body = build_model(nodes, inputs, outputs, constants, OPSET, name=self.prefix).graph
         return Subgraph(body.SerializeToString(), captures(body))

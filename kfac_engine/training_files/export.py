@@ -33,7 +33,7 @@ from kfac_engine.errors import (
 from kfac_engine.export.target_inputs import Form, TargetInputs
 from kfac_engine.graph.load import ModelSource
 from kfac_engine.graph.passes.upcast import with_borders
-from kfac_engine.graph.structure import Graph, Input, Node
+from kfac_engine.graph.structure import Graph, Input, Node, values_read
 from kfac_engine.graph.webgpu import PROVIDERS, Provider, for_webgpu
 from kfac_engine.graph.write import ModelProto, build_model, serialize, with_properties
 from kfac_engine.losses.objective import Reduction
@@ -339,7 +339,9 @@ def _fixed_sizes(assembly: Assembly, sample: Mapping[str, Array]) -> Iterator[st
 
 def _with_read_noise(step: StepGraph) -> StepGraph:
     """Leave out random numbers that nothing reads, such as of a loss of frozen layers only."""
-    read = _read(needed(step.tape.graph.nodes, [value.name for value in step.outputs.values()]))
+    read = values_read(
+        needed(step.tape.graph.nodes, [value.name for value in step.outputs.values()])
+    )
     noise = {name: shape for name, shape in step.noise.items() if name in read}
     unread = step.noise.keys() - noise
     return replace(step, data=tuple(e for e in step.data if e.name not in unread), noise=noise)
@@ -411,7 +413,7 @@ def _training(model: OnnxModel, step: StepGraph, description: Description) -> Mo
         is_state = name.startswith(NEW) and value.ndim
         outputs.append(Input(name, value.dtype, (None,) * value.ndim if is_state else value.shape))
     nodes = needed(level.nodes, [entry.name for entry in outputs])
-    read = _read(nodes)
+    read = values_read(nodes)
     state = [Input(name, array.dtype, array.shape) for name, array in step.state.items()]
     inputs = [entry for entry in (*step.data, *state) if entry.name in read]
     constants = {name: array for name, array in level.constants.items() if name in read}
@@ -420,7 +422,7 @@ def _training(model: OnnxModel, step: StepGraph, description: Description) -> Mo
 
 def _renamed_results(level: Level, outputs: Mapping[str, Symbol]) -> set[str]:
     """Give results of nodes that only the outputs read the names of these; return the old names."""
-    read, counts = _read(level.nodes), Counter(value.name for value in outputs.values())
+    read, counts = values_read(level.nodes), Counter(value.name for value in outputs.values())
     computed = {name for node in level.nodes for name in node.outputs}
     names = {
         value.name: name
@@ -455,7 +457,7 @@ def _predict(model: OnnxModel, step: StepGraph, description: Description) -> Mod
     # A loss may read a value that is not an output of the model, such as logits.
     outputs = [*dict.fromkeys((*description.predictions, *description.evaluated.values()))]
     nodes = needed(graph.nodes, outputs)
-    read = _read(nodes)
+    read = values_read(nodes)
     batch = dict.fromkeys(entry.name for entry in step.data)
     inputs = [e for e in step.data if e.name in batch and e.name in read]
     if description.steps_per_call > 1:
@@ -476,7 +478,7 @@ def _evaluate(model: OnnxModel, metrics: Metrics, description: Description) -> M
         level.op("Identity", value.name, result=name)
     outputs = [Input(name, value.dtype, value.shape) for name, value in metrics.outputs.items()]
     nodes = needed(level.nodes, [entry.name for entry in outputs])
-    read = _read(nodes)
+    read = values_read(nodes)
     inputs = [entry for entry in metrics.inputs if entry.name in read]
     constants = {name: array for name, array in level.constants.items() if name in read}
     result = build_model(nodes, inputs, outputs, constants, OPSET, name="evaluation")
@@ -516,7 +518,3 @@ def _model(
         domains=model.graph.domains,
     )
     return with_properties(result, description.properties())
-
-
-def _read(nodes: Sequence[Node]) -> set[str]:
-    return {name for node in nodes for name in (*node.inputs, *node.captures)}

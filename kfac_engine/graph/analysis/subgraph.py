@@ -3,7 +3,7 @@
 from collections.abc import Container, Iterable, Mapping
 
 from kfac_engine._types import Array
-from kfac_engine.graph.structure import ONLY_SHAPES, RELAYS, Graph, Node
+from kfac_engine.graph.structure import ONLY_SHAPES, RELAYS, Graph, Node, values_read
 
 # Operators whose result represents their operand. A slice of a weight may be the weight of a layer.
 _PASS_ON = RELAYS | {"Slice"}
@@ -71,7 +71,7 @@ def read_by(
     nodes: Iterable[Node], constants: Mapping[str, Array], *, excluded: Container[str]
 ) -> dict[str, Array]:
     """Return the constants that nodes and their bodies read, without ``excluded`` names."""
-    reads = {name for node in nodes for name in (*node.inputs, *node.captures)}
+    reads = values_read(nodes)
     return {n: array for n, array in constants.items() if n in reads and n not in excluded}
 
 

@@ -21,7 +21,7 @@ from kfac_engine.arguments import check_texts
 from kfac_engine.autodiff.differentiate import Backward
 from kfac_engine.backend.memory_space import HOST
 from kfac_engine.errors import BackendError
-from kfac_engine.graph.structure import Input, Node
+from kfac_engine.graph.structure import Input, Node, values_read
 from kfac_engine.graph.write import compact_model
 from kfac_engine.registry import Registry
 from kfac_engine.runtime.context import SessionContext
@@ -172,7 +172,7 @@ def _fused_products(
             for n in nodes
         )
         nodes = tuple(_with_transposed_results(nodes, results))
-    read = {name for node in nodes for name in (*node.inputs, *node.captures)}.union(results)
+    read = values_read(nodes).union(results)
     return tuple(node for node in nodes if node.op != "Transpose" or node.outputs[0] in read)
 
 
