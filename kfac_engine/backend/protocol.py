@@ -80,8 +80,8 @@ class ManyArrays(Protocol):
     written are in the memory of no other argument, or equal to one of them.
     """
 
-    def inner_products(self, pairs: Sequence[tuple[Array, Array]]) -> list[float]:
-        """Return the inner product of each pair, computed in float64; the device is read once."""
+    def inner_products(self, pairs: Sequence[tuple[Array, Array]]) -> Array:
+        """Return the float64 addends of the inner product of each pair, ``(pairs, addends)``."""
 
     def combine(self, combinations: Sequence[tuple[Array, float, Array, float, Array]]) -> None:
         """Write ``a·x + b·y`` to ``out`` for each ``(out, a, x, b, y)``."""

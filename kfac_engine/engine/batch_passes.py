@@ -558,6 +558,7 @@ class BatchPasses:
         None is the option ``ema_decay``. The result is that of ``Engine.update_statistics``.
         """
         update = self.measure(fisher, traced, gradients, examples, by_example=by_example)
+        self._assembly.collection.backend.download(())  # what waits fails before averages change
         if update is not None:
             fisher.commit(update, decay=decay)
         return update is not None

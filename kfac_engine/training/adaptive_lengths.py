@@ -35,6 +35,7 @@ from kfac_engine.training.kfac_updates import (
     Correction,
     Move,
     StepInputs,
+    Update,
     natural_gradients,
     quadratic_change,
 )
@@ -150,7 +151,7 @@ class Descent(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class AdaptiveLengthUpdate:
+class AdaptiveLengthUpdate(Update):
     """Orthogonalized natural gradients of the averaged gradient, each scaled to its own length.
 
     The averages for matrices span more steps where the gradients of several steps cancel: see
@@ -295,7 +296,18 @@ class AdaptiveLengthUpdate:
 
     def __call__(self, step: StepInputs) -> Move:
         """Compute the new parameters of a step, and write the new state."""
-        turn = self._turn(step)
+        return self.begin(step)()
+
+    def begin(self, step: StepInputs) -> Callable[[], Move]:
+        """Start to compute the inner products that decide on a step; see ``Update.begin``."""
+        directions, gradients = step.slots["natural_gradient"], self.units.split(step.gradients)
+        of_weights = {name: gradients[name] for name in directions}
+        pairs = (of_weights, directions), (of_weights, of_weights)
+        return partial(self._finish, step, self._products(step, *pairs))
+
+    def _finish(self, step: StepInputs, products: Callable[[], list[Products]]) -> Move:
+        """Complete a step with the inner products of its gradient."""
+        turn = self._turn(step, *products())
         weighted = _weighted(step, turn.weight)
         with self.engine.collection.backend.shared_reads():
             descent = self._descend(weighted, turn)
@@ -308,11 +320,11 @@ class AdaptiveLengthUpdate:
             momentum=descent.momentum,
         )
 
-    def _turn(self, step: StepInputs) -> Turn:
-        """Return what the gradient tells about the last updates."""
-        directions, gradients = step.slots["natural_gradient"], self.units.split(step.gradients)
-        of_weights = {name: gradients[name] for name in directions}
-        last, squares = self._products(step, (of_weights, directions), (of_weights, of_weights))
+    def _turn(self, step: StepInputs, last: Products, squares: Products) -> Turn:
+        """Return what the gradient tells about the last updates.
+
+        ``last`` are its inner products with the last directions, and ``squares`` with itself.
+        """
         part = self._part_back(step, last)
         far: Any = part > 0 if is_recorded(part) else bool(part)
         back = self._pauses(step, far)
@@ -449,7 +461,7 @@ class AdaptiveLengthUpdate:
         squares, due = [turn.squares], self.span.is_due(step.step, turn.onward)
         if due is not False:
             of_weights = {name: averages[name] for name in self.units.weights}
-            squares += self._products(step, (of_weights, of_weights))
+            squares += self._products(step, (of_weights, of_weights))()
         self.span.write(step.slots, step.new_slots, squares, due)
 
     def _measured(self, step: StepInputs, descent: Descent) -> list[Products]:
@@ -458,8 +470,10 @@ class AdaptiveLengthUpdate:
         The squares of matrices with too large singular values are larger: see ``_least_squares``.
         """
         gradients, natural = descent.gradients, descent.natural
-        slopes, squares = self._products(step, (gradients, natural), (natural, descent.active))
-        least = self._least_squares(natural, step)
+        pairs = (gradients, natural), (natural, descent.active)
+        products = self._products(step, *pairs)
+        least = self._least_squares(natural, step)  # reads a device with the products
+        slopes, squares = products()
         bounded = dict(squares)
         for names in squares if least else ():
             if not least.keys().isdisjoint(names):
@@ -493,17 +507,20 @@ class AdaptiveLengthUpdate:
             return dict(zip(least, on_host, strict=True))
         return least
 
-    def _products(self, step: StepInputs, *pairs: tuple[Vector, Vector]) -> list[Products]:
-        """Return the inner products of the matrices of all weights, on the host.
+    def _products(
+        self, step: StepInputs, *pairs: tuple[Vector, Vector]
+    ) -> Callable[[], list[Products]]:
+        """Start to compute the inner products of the matrices of all weights.
 
         Args:
             step: The step.
             pairs: Pairs of vectors; the second vector of each pair has an array for each weight.
 
         Returns:
-            The inner products for each pair. A device is read once.
+            A function that returns the inner products for each pair, on the host. The next read of
+            a device in a block of ``shared_reads`` has them.
         """
-        slopes = step.slots["slope"]
+        slopes, backend = step.slots["slope"], self.engine.collection.backend
         many = self._many([*pairs[0][1].values()])
         results: list[dict[str, Any]] = [
             {
@@ -518,23 +535,32 @@ class AdaptiveLengthUpdate:
         ]
         if many is not None:
             single = [
-                (left[name], right[name])
+                (products, name, left[name], right[name])
                 for (left, right), products in zip(pairs, results, strict=True)
                 for name, product in products.items()
                 if product is None
             ]
-            several = [p for products in results for p in products.values() if p is not None]
-            of_single = iter(many.inner_products(single) if single else ())
-            of_several = iter(self.engine.collection.backend.download(several) if several else ())
-            results = [
-                {n: next(of_single if p is None else of_several) for n, p in products.items()}
+
+            def fill(addends: Array) -> None:
+                for (products, name, *_), total in zip(single, addends.sum(axis=1), strict=True):
+                    products[name] = total
+
+            for products in results:
+                for name, product in products.items():
+                    if product is not None:
+                        backend.read_later(product, partial(products.__setitem__, name))
+            if single:
+                factors = [(x, y) for _, _, x, y in single]
+                backend.read_later(many.inner_products(factors), fill)
+
+        def on_host() -> list[Products]:
+            backend.download(())  # what still waits
+            return [
+                {n: _numbers(products, n, block_of(slopes, n).size) for n in self.together.lengths}
                 for products in results
             ]
-        every_length = self.together.lengths
-        return [
-            {n: _numbers(pair, n, block_of(slopes, n).size) for n in every_length}
-            for pair in results
-        ]
+
+        return on_host
 
     def _due(self, step: StepInputs, turn: Turn) -> dict[str, Any]:
         """Return whether each weight has a new direction; the truth values may be recorded."""

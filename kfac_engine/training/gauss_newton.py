@@ -26,7 +26,7 @@ from kfac_engine.engine.sample_space import MOST_ROWS, SampleSpace
 from kfac_engine.errors import InputError, MemoryLimitError, NonFiniteError, UnsupportedError
 from kfac_engine.training.checkpoint import Number, Numbers
 from kfac_engine.training.damping_adaptation import DampingAdaptation
-from kfac_engine.training.kfac_updates import Move, StepInputs
+from kfac_engine.training.kfac_updates import Move, StepInputs, Update
 from kfac_engine.training.optimizer import (
     NonFinitePolicy,
     Optimizer,
@@ -55,7 +55,7 @@ _MOST_OF_EXAMPLE, _MOST_NUMBERS = 8, 1 << 25
 
 
 @dataclass(frozen=True, slots=True)
-class GaussNewtonUpdate:
+class GaussNewtonUpdate(Update):
     """``φ = argmin ½‖R φ − ρ‖² + ½ λ‖φ − μ φ′‖²``, ``θ ← θ − η φ``, for the previous update φ′.
 
     R and ρ are those of ``SampleSpace``. With ``c = μ φ′`` the minimum is

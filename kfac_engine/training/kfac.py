@@ -352,9 +352,11 @@ class KfacOptimizer(Optimizer):
         step = self._inputs(gradients, values, slots, self.steps, scale, residuals, facts)
         decay = self._shrinkage.kept_decay(basis.seen) * step.decay
         step = step._replace(decay=decay, batch=basis.batch, clock=clock)
-        if self._rule.measures:
-            self._update_curvature(step, undo, bound)
-        move = self._rule.update(step)
+        with backend.shared_reads():
+            complete = self._rule.update.begin(step)
+            if self._rule.measures:
+                self._update_curvature(step, undo, bound)
+        move = complete()
         if self._exact:
             move = self._judged(move, basis.repeated)
             repeated = basis.repeated.solved(move.iterations)

@@ -1,7 +1,8 @@
 """Computes K-FAC updates at a given learning rate, and defines the base of all its updates."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
@@ -75,12 +76,16 @@ class Update(Protocol):
     def new_slots(self, parameters: Vector) -> SlotArrays:
         """Return the state before the first step."""
 
+    def begin(self, step: StepInputs) -> Callable[[], Move]:
+        """Start a step, before the curvature is updated; the returned function calls the update."""
+        return partial(self, step)
+
     def __call__(self, step: StepInputs) -> Move:
         """Compute the new parameters of a step, and write the new state."""
 
 
 @dataclass(frozen=True, slots=True)
-class RatedUpdate:
+class RatedUpdate(Update):
     """Updates at a learning rate η, as TensorFlow's K-FAC library defines ``"adam"``."""
 
     engine: Engine  # the engine that preconditions

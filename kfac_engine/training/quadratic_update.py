@@ -15,7 +15,7 @@ from kfac_engine.engine.curvature_products import CurvatureProducts
 from kfac_engine.engine.engine import Engine
 from kfac_engine.errors import NonFiniteError
 from kfac_engine.training.curvature_updates import PartialBatch
-from kfac_engine.training.kfac_updates import Move, StepInputs, natural_gradients
+from kfac_engine.training.kfac_updates import Move, StepInputs, Update, natural_gradients
 from kfac_engine.training.optimizer import SlotArrays
 from kfac_engine.training.vectors import Vector, Zeros, combine, dot
 
@@ -72,7 +72,7 @@ _LARGEST_CHANGE = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class QuadraticUpdate:
+class QuadraticUpdate(Update):
     """``v ← μ v − α p``, ``θ ← θ − v`` for the natural gradient p, with α from the quadratic model.
 
     The model predicts the change for the update ``α p + μ d`` with the previous update ``d = −v``.

@@ -74,7 +74,7 @@ class CupyBackend:
             products = _PRODUCTS if self.device.tensor_cores else 0
         self.tf32 = products == 1
         self._reads = DeviceReads(self.device)
-        self._many = CupyManyArrays(self.device, self._reads)
+        self._many = CupyManyArrays(self.device)
         self._linalg = CupyLinearAlgebra(self.device, scratch_bytes)
         fastest = tuned(self.device.architecture)
         self._moments = PatchMoments(self.device, scratch_bytes, products, fastest)

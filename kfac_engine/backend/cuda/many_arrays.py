@@ -13,7 +13,6 @@ import numpy as np
 
 from kfac_engine._types import Array
 from kfac_engine.backend.cuda.device import CupyDevice
-from kfac_engine.backend.cuda.reads import DeviceReads
 from kfac_engine.kernels.small_products import Product, small_products
 from kfac_engine.kernels.spans import Combination, combine, multiply_pairs, pair_products
 
@@ -39,16 +38,15 @@ class _Between(NamedTuple):
 class CupyManyArrays:
     """See ``ManyArrays``."""
 
-    def __init__(self, device: CupyDevice, reads: DeviceReads) -> None:
-        self._device, self._reads = device, reads
+    def __init__(self, device: CupyDevice) -> None:
+        self._device = device
         self._iterations: dict[tuple[object, ...], _Iterations] = {}
         self._between: list[_Between] = []
         self._gathers = False
 
-    def inner_products(self, pairs: Sequence[tuple[Array, Array]]) -> list[float]:
-        (parts,) = self._reads.now([multiply_pairs(self._device, pairs)])
-        sums: list[float] = parts.sum(axis=1).tolist()
-        return sums
+    def inner_products(self, pairs: Sequence[tuple[Array, Array]]) -> Array:
+        addends: Array = multiply_pairs(self._device, pairs)
+        return addends
 
     def combine(self, combinations: Sequence[tuple[Array, float, Array, float, Array]]) -> None:
         combine(self._device, [Combination(*terms) for terms in combinations])()
