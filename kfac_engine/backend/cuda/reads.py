@@ -59,9 +59,10 @@ class DeviceReads:
     def _copied(self, arrays: Sequence[Array]) -> list[Array]:
         if len(arrays) < 2:
             return [self._device.download(array).astype(np.float64) for array in arrays]
+        xp = self._device.xp
         # The bytes of all types are joined by a single launch.
-        parts = [array.reshape(-1).view(np.uint8) for array in arrays]
-        host = self._device.download(self._device.xp.concatenate(parts))
+        parts = [xp.ascontiguousarray(array).reshape(-1).view(np.uint8) for array in arrays]
+        host = self._device.download(xp.concatenate(parts))
         of_each = np.split(host, np.cumsum([part.size for part in parts[:-1]]))
         return [
             part.view(array.dtype).reshape(array.shape).astype(np.float64)
