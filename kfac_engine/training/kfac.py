@@ -86,6 +86,8 @@ _LARGE_RATE = 1e6
 _WEIGHT_DECAY = 0.05
 # Momentum of learning rates other than "auto".
 _MOMENTUM = 0.9
+# Part of the default decay that new examples get: they cannot be fitted twice.
+_OF_NEW = 0.25
 # Number of repeated examples for which the weight decay doubles, and the decay's largest factor.
 _FEW, _MOST_DECAY = 6000.0, 20.0
 # Residuals relative to their expected size, below which the updates of "auto" become shorter.
@@ -133,6 +135,7 @@ class BatchFacts(NamedTuple):
     loss: float  # its loss
     examples: int  # number of its examples, of all processes
     scarcity: float  # how few different examples the steps have had; see ``SeenExamples``
+    share: float  # part of the examples of all steps that came again
     features: Array | None  # ``FeaturePowers.sums`` of the layers whose directions have bounds
 
 
@@ -247,6 +250,8 @@ class KfacOptimizer(Optimizer):
         )
         may_be_exact = rule == AUTO and plain and adaptation is None and not decays
         self._exact = _exact_rules(engine) if may_be_exact else ()
+        # The factor of the decay while all examples are new.
+        self._of_new = _OF_NEW if decays is None else 1.0
         of_evidence = decays is None and adaptation is None
         self._shrinkage = _shrinkage(engine, self._given.update if of_evidence else None)
         schedule = Schedule(statistics_every, refresh_every)
@@ -347,6 +352,7 @@ class KfacOptimizer(Optimizer):
             basis.loss,
             sum(map(sum, self.engine.passes.part_sizes)),
             basis.seen.scarcity,
+            basis.seen.share,
             powers if powers is None else backend.to_numpy(powers),
         )
         step = self._inputs(gradients, values, slots, self.steps, scale, residuals, facts)
@@ -399,7 +405,7 @@ class KfacOptimizer(Optimizer):
 
         A caller replaces the fields ``batch`` and ``clock``.
         """
-        rule, decay, size = self._rule, _decay(facts.scarcity), residuals and residuals.size()
+        rule, size = self._rule, residuals and residuals.size()
         if rule is self._given:
             scale = scale * _signal(size)
         return StepInputs(
@@ -418,7 +424,7 @@ class KfacOptimizer(Optimizer):
             examples=facts.examples,
             clock=StageClock(),
             predicts=rule.adaptation is not None and rule.adaptation.is_due(steps),
-            decay=_left(decay, size),
+            decay=self._decay(facts, size),
             spreads={} if residuals is None else residuals.spreads(),
             corrections={} if residuals is None else _corrections(residuals, steps, scale),
             features=facts.features,
@@ -501,6 +507,11 @@ class KfacOptimizer(Optimizer):
     def counts_examples(self) -> bool:
         """Whether updates depend on how often examples come again."""
         return isinstance(self._given.update, AdaptiveLengthUpdate) and self._weight_decay > 0
+
+    def _decay(self, facts: "BatchFacts", size: Any) -> Any:
+        """Return the factor of the weight decay, a number or a recorded one."""
+        few = _least(_FEW * facts.scarcity, _MOST_DECAY - 1) * _signal(size)
+        return self._of_new + (1 - self._of_new) * _least(2 * facts.share, 1.0) + few
 
     def _longer(self, examples: Any, scarcity: Any) -> Any:
         """Return the factor of the lengths of updates of a table's network.
@@ -745,16 +756,6 @@ def _shrinkage(engine: Engine, update: Update | None) -> ShrinkageByEvidence:
     if not isinstance(update, AdaptiveLengthUpdate):
         return ShrinkageByEvidence()
     return shrinkage_by_evidence(engine, update.units.weights, update.blocks, update.widths)
-
-
-def _decay(scarcity: Any) -> Any:
-    """Return the largest factor of the weight decay, a number or a recorded one."""
-    return _least(1 + _FEW * scarcity, _MOST_DECAY)
-
-
-def _left(decay: Any, size: Any) -> Any:
-    """Return the factor of the weight decay, which falls to 1 with the residuals."""
-    return 1 + (decay - 1) * _signal(size)
 
 
 def _signal(size: Any) -> Any:

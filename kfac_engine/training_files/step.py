@@ -485,6 +485,7 @@ class _RecordedCurvature:
         size = batch.assembly.task.batch.size
         self.examples = size if batch.examples is None else number_of(batch.tape, batch.examples)
         self.scarcity: Any = 0.0
+        self.share: Any = 0.0
         if SEEN in values:
             examples, different = number_of(batch.tape, self.examples), values[DIFFERENT]
             count = values[SEEN] + examples.astype(_INTEGER)
@@ -493,6 +494,7 @@ class _RecordedCurvature:
             # The examples come in epochs: at first, all of them are different.
             number: Any = np.minimum(np.maximum(different, 1.0), seen)
             self.scarcity = scarcity(seen, seen, number)
+            self.share = 1 - number / seen
 
     def precondition(self, vectors: Mapping[str, Symbol]) -> dict[str, Symbol]:
         """Return natural gradients; the new state of the curvature is written."""

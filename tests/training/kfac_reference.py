@@ -93,7 +93,8 @@ class Reference:
         if self.momentum is None:
             self.momentum = 0.85 if self.rate is None and not self.quadratic else 0.9
         if self.decay is None:
-            self.decay = 0.05 if self.rate is None and not self.quadratic else 0.0
+            # All examples are new.
+            self.decay = 0.05 / 4 if self.rate is None and not self.quadratic else 0.0
         self.mu = self.momentum  # of the matrices
         self.powers = {"w1": np.zeros(2), "w2": np.zeros(2)}
         self.natural, self.usual, self.weights = None, None, []

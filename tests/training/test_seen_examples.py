@@ -106,14 +106,15 @@ def test_state_contains_the_examples(tmp_path):
     assert "examples" not in ke.KfacOptimizer(engine, 0.1).state().arrays
 
 
+@pytest.mark.parametrize(("decay", "of_new"), [(0.5, 1.0), (None, 0.25)])
 @pytest.mark.parametrize("second", [slice(0, 64), slice(32, 96), slice(64, 128)])
-def test_examples_that_come_again_raise_the_decay(second):
+def test_examples_that_come_again_raise_the_decay(second, decay, of_new):
     """The change of weights with and without a memory of the first batch."""
     images, labels = digits()
     values = []
     for forgets in (False, True):
         engine = ke.Engine.from_onnx(demo_model("mlp"), loss="categorical", seed=0)
-        optimizer = ke.KfacOptimizer(engine, weight_decay=0.5)
+        optimizer = ke.KfacOptimizer(engine, weight_decay=decay)
         optimizer.step({"image": images[:64]}, labels[:64])
         first = dict(engine.parameters)
         state = optimizer.state()
@@ -122,9 +123,9 @@ def test_examples_that_come_again_raise_the_decay(second):
         rate = optimizer.step({"image": images[second]}, labels[second]).learning_rate
         values.append(dict(engine.parameters))
     again = max(0, 64 - second.start)
-    factor = min(1 + 6000 * (again / 128) / (128 - again), 20)
+    more = min(6000 * (again / 128) / (128 - again), 19) + (1 - of_new) * min(again / 64, 1)
     assert rate == 0.03  # far from the targets: no update is shortened
     for name, value in first.items():
         own = rate if value.ndim > 1 else 0.004
-        shrunk = own * 0.5 * (factor - 1) * value
+        shrunk = own * (decay or 0.05) * more * value
         np.testing.assert_allclose(values[1][name] - values[0][name], shrunk, rtol=1e-3, atol=1e-6)
