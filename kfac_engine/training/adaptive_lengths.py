@@ -20,15 +20,15 @@ from kfac_engine.backend.protocol import ManyArrays
 from kfac_engine.curvature.blocks.base import FisherBlock, uses
 from kfac_engine.engine.engine import Engine
 from kfac_engine.graph.analysis.subgraph import rearranged
-from kfac_engine.graph.structure import RELAYS, Graph
+from kfac_engine.graph.structure import RELAYS
 from kfac_engine.layers.parameter_slices import Piece
-from kfac_engine.runtime.model import OnnxModel
 from kfac_engine.training.average_span import AverageSpan
 from kfac_engine.training.feature_bounds import (
     POWERS,
     FeatureBounds,
     Shortened,
     feature_bounds,
+    model_of,
 )
 from kfac_engine.training.gradient_weight import GradientWeight
 from kfac_engine.training.kfac_updates import (
@@ -949,7 +949,7 @@ def _predictions(engine: Engine) -> dict[str, str]:
 
     The input may be a view of the layer's outputs, such as that of ``Squeeze``.
     """
-    graph = _graph(engine)
+    graph = model_of(engine).graph
     inputs = {rearranged(graph, name): name for name in engine.objective.inputs}
     return {
         name: inputs[output]
@@ -1004,7 +1004,7 @@ def adapters(engine: Engine, units: Units, values: Vector) -> dict[str, str]:
     In such a product, as in an adapter, the other side of each matrix is at least four times the
     rank, and only a constant factor is between the matrices.
     """
-    graph, sides = _graph(engine), dict[str, tuple[int, ...]]()
+    graph, sides = model_of(engine).graph, dict[str, tuple[int, ...]]()
     for name, weight in units.weights.items():
         count, *shape = weight.matrices(values[name]).shape
         if count == 1:
@@ -1029,12 +1029,6 @@ def adapters(engine: Engine, units: Units, values: Vector) -> dict[str, str]:
         if before[1] == rank and 4 * rank <= min(before[0], outputs):
             first[name] = weight_of[value]
     return first
-
-
-def _graph(engine: Engine) -> Graph:
-    model = engine.collection.graph
-    assert isinstance(model, OnnxModel), "an engine has a model"
-    return model.graph
 
 
 def root_outputs(units: Units, values: Vector) -> dict[str, float]:

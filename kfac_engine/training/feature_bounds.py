@@ -183,7 +183,7 @@ def feature_bounds(
     mixed = _mixed(engine, blocks)
     sizes: dict[LayerInput, int] = {}
     sources: dict[str, LayerInput] = {}
-    facts = _model_of(engine).facts
+    facts = model_of(engine).facts
     for name, weight in weights.items():
         count, rows, _ = weight.matrices(arrays[name], copy=False).shape
         tensors, packing = blocks[name].layer_rows(), blocks[name].packing
@@ -201,14 +201,15 @@ def feature_bounds(
 
 def _mixed(engine: Engine, blocks: Mapping[str, FisherBlock]) -> frozenset[str]:
     """Return the values that data reach only through the matrices of layers."""
-    graph = _model_of(engine).graph
+    graph = model_of(engine).graph
     layers = [rows for block in blocks.values() for rows in block.layer_rows()]
     outputs = {name for rows in layers for name in rows.outputs}
     inputs = [entry.name for entry in graph.inputs]
     return of_data(graph) - dependents(graph.nodes, inputs, ONLY_SHAPES, outputs)
 
 
-def _model_of(engine: Engine) -> OnnxModel:
+def model_of(engine: Engine) -> OnnxModel:
+    """Return the model of an engine."""
     model = engine.collection.graph
     assert isinstance(model, OnnxModel), "an engine has a model"
     return model
