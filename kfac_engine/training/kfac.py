@@ -88,6 +88,8 @@ _WEIGHT_DECAY = 0.05
 _MOMENTUM = 0.9
 # Part of the default decay that new examples get: they cannot be fitted twice.
 _OF_NEW = 0.25
+# Steps of an epoch, above which the default decay of a step shrinks: that of an epoch is constant.
+_EPOCH = 200.0
 # Number of repeated examples for which the weight decay doubles, and the decay's largest factor.
 _FEW, _MOST_DECAY = 6000.0, 20.0
 # Residuals relative to their expected size, below which the updates of "auto" become shorter.
@@ -136,6 +138,7 @@ class BatchFacts(NamedTuple):
     examples: int  # number of its examples, of all processes
     scarcity: float  # how few different examples the steps have had; see ``SeenExamples``
     share: float  # part of the examples of all steps that came again
+    different: float  # number of different examples of all steps
     features: Array | None  # ``FeaturePowers.sums`` of the layers whose directions have bounds
 
 
@@ -250,8 +253,7 @@ class KfacOptimizer(Optimizer):
         )
         may_be_exact = rule == AUTO and plain and adaptation is None and not decays
         self._exact = _exact_rules(engine) if may_be_exact else ()
-        # The factor of the decay while all examples are new.
-        self._of_new = _OF_NEW if decays is None else 1.0
+        self._decay_follows = decays is None  # the examples that come again
         of_evidence = decays is None and adaptation is None
         self._shrinkage = _shrinkage(engine, self._given.update if of_evidence else None)
         schedule = Schedule(statistics_every, refresh_every)
@@ -353,6 +355,7 @@ class KfacOptimizer(Optimizer):
             sum(map(sum, self.engine.passes.part_sizes)),
             basis.seen.scarcity,
             basis.seen.share,
+            basis.seen.different,
             powers if powers is None else backend.to_numpy(powers),
         )
         step = self._inputs(gradients, values, slots, self.steps, scale, residuals, facts)
@@ -511,7 +514,10 @@ class KfacOptimizer(Optimizer):
     def _decay(self, facts: "BatchFacts", size: Any) -> Any:
         """Return the factor of the weight decay, a number or a recorded one."""
         few = _least(_FEW * facts.scarcity, _MOST_DECAY - 1) * _signal(size)
-        return self._of_new + (1 - self._of_new) * _least(2 * facts.share, 1.0) + few
+        if not self._decay_follows:
+            return 1.0 + few
+        of_new = _OF_NEW + (1 - _OF_NEW) * _least(2 * facts.share, 1.0)
+        return of_new * _least(_EPOCH * facts.examples / facts.different, 1.0) + few
 
     def _longer(self, examples: Any, scarcity: Any) -> Any:
         """Return the factor of the lengths of updates of a table's network.

@@ -56,6 +56,11 @@ class SeenExamples:
         return float(1 - np.count_nonzero(self.times) / max(self.times.sum(), 1))
 
     @property
+    def different(self) -> float:
+        """Estimated number of different examples of all steps; 1 without fingerprints."""
+        return max(float(self.count * np.count_nonzero(self.times) / max(self.times.sum(), 1)), 1.0)
+
+    @property
     def many(self) -> bool:
         """Whether at least 1,024 examples are different."""
         return bool(self.times[-1] > 0)

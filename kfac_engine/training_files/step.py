@@ -486,6 +486,7 @@ class _RecordedCurvature:
         self.examples = size if batch.examples is None else number_of(batch.tape, batch.examples)
         self.scarcity: Any = 0.0
         self.share: Any = 0.0
+        self.different: Any = 1.0
         if SEEN in values:
             examples, different = number_of(batch.tape, self.examples), values[DIFFERENT]
             count = values[SEEN] + examples.astype(_INTEGER)
@@ -494,7 +495,7 @@ class _RecordedCurvature:
             # The examples come in epochs: at first, all of them are different.
             number: Any = np.minimum(np.maximum(different, 1.0), seen)
             self.scarcity = scarcity(seen, seen, number)
-            self.share = 1 - number / seen
+            self.share, self.different = 1 - number / seen, number
 
     def precondition(self, vectors: Mapping[str, Symbol]) -> dict[str, Symbol]:
         """Return natural gradients; the new state of the curvature is written."""

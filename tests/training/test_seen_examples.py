@@ -129,3 +129,25 @@ def test_examples_that_come_again_raise_the_decay(second, decay, of_new):
         own = rate if value.ndim > 1 else 0.004
         shrunk = own * (decay or 0.05) * more * value
         np.testing.assert_allclose(values[1][name] - values[0][name], shrunk, rtol=1e-3, atol=1e-6)
+
+
+def test_the_decay_of_an_epoch_has_a_bound():
+    """The change of weights after few and after many different examples."""
+    images, labels = digits()
+    values, rows = [], slice(64, 128)
+    for count in (64, 100_000):
+        engine = ke.Engine.from_onnx(demo_model("mlp"), loss="categorical", seed=0)
+        optimizer = ke.KfacOptimizer(engine)
+        optimizer.step({"image": images[:64]}, labels[:64])
+        first, state = dict(engine.parameters), optimizer.state()
+        seen = {**state.arrays["examples"], "count": np.array(float(count))}
+        optimizer.restore(replace(state, arrays={**state.arrays, "examples": seen}))
+        optimizer.step({"image": images[rows]}, labels[rows])
+        values.append(dict(engine.parameters))
+    less = 0.25 * (1 - 200 * 64 / (100_000 + 64))
+    for name, value in first.items():
+        own = 0.03 if value.ndim > 1 else 0.004
+        expected = own * 0.05 * less * value
+        np.testing.assert_allclose(
+            values[1][name] - values[0][name], expected, rtol=1e-2, atol=1e-7
+        )
