@@ -26,5 +26,5 @@ def assert_arrays_near(found, expected, tolerance):
 
 
 def same(left, right):
-    """Whether the names and the arrays are equal."""
+    """Return whether two dictionaries have equal names and arrays."""
     return left.keys() == right.keys() and all(np.array_equal(left[n], right[n]) for n in left)

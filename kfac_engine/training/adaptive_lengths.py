@@ -321,7 +321,7 @@ class AdaptiveLengthUpdate(Update):
         )
 
     def _turn(self, step: StepInputs, last: Products, squares: Products) -> Turn:
-        """Return what the gradient tells about the last updates.
+        """Return how the gradient agrees with the last updates, and whether the step goes back.
 
         ``last`` are its inner products with the last directions, and ``squares`` with itself.
         """

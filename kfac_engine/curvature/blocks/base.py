@@ -188,7 +188,7 @@ class FisherBlock(ABC):
     def _make_from(
         self, cls: type[Factor], sources: tuple[tuple[Statistic, ...], ...], *args: object
     ) -> Factor:
-        """Return the factor that measures statistics ``[source][part]``."""
+        """Return the factor that sums statistics over sources, and averages each over parts."""
         first, several = sources[0][0], len(sources) > 1 or len(sources[0]) > 1
         make = self._collection.make_or_get_factor
         return make(cls, (first, *args), sources if several else ())

@@ -351,7 +351,7 @@ class FisherFactor(ABC):
         return replace(measurement, array=array)
 
     def _with_source(self, measurement: Measurement, source: Array) -> Measurement:
-        """Return a measurement with the mean, or the sums to square, of a further source."""
+        """Return a measurement to which another source is added: its mean, or sums to square."""
         if measurement.squared is None:
             return replace(measurement, array=measurement.array + source)
         joined = self.backend.xp.concatenate([measurement.array, source])

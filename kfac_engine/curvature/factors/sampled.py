@@ -109,7 +109,7 @@ class SampledMoment(KroneckerMoment):
         features: int,
         rng: np.random.Generator,
     ) -> list[_Draw]:
-        """Draw from the tensors, with ``batches`` images in the whole batch."""
+        """Draw examples and positions of arrays of ``batches`` images in the whole batch."""
         drawn = [self.sampling.examples(images, rng) for images in batches]
         lengths = [n if i is None else len(i) for n, i in zip(batches, drawn, strict=True)]
         positions = [self.view.count((1, *x.shape[1:])) for x in arrays]
