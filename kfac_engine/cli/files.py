@@ -47,9 +47,9 @@ def check_files(
 
 
 def with_weights(name: str, path: Path) -> dict[str, Path | None]:
-    """Return the files of a model to write: the model, and the weights of a large one beside it.
+    """Return the files that a model is written to, for ``check_files``.
 
-    They are outputs for ``check_files``, which calls the model ``name`` in messages.
+    The second file receives a large model's weights. Messages call the model ``name``.
     """
     weights = path.with_name(f"{path.name}.data") if path.name else None
     return {name: path, f"the weights of {name}": weights}

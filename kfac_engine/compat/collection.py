@@ -144,10 +144,10 @@ class LayerCollection(LossMethods, core.LayerCollection):
     ) -> None:
         """Register a dense layer that is used several times.
 
-        The arguments are those of ``register_fully_connected``, for several uses: ``inputs`` are
-        names over uses, or one name of all uses, ``(num_uses·n, d_in)`` (use by use) or
-        ``(num_uses, n, d_in)``, for token ids without ``d_in``. ``outputs`` have either form.
-        ``num_uses`` is optional if the uses are listed.
+        The arguments are those of ``register_fully_connected``, except that ``inputs`` and
+        ``outputs`` are each a list with a name for each use, or the name of one array with all
+        uses. Such inputs are ``(num_uses·n, d_in)``, use by use, or ``(num_uses, n, d_in)``; token
+        ids lack ``d_in``. ``num_uses`` may be omitted if a list gives it.
         """
         key = canonical_key(params)
         layout = weight_format, feature_axis, dense_inputs
@@ -322,10 +322,10 @@ class LayerCollection(LossMethods, core.LayerCollection):
     ) -> None:
         """Register a convolution over two spatial axes that is used several times.
 
-        The arguments are those of ``register_conv2d``, for several uses: ``inputs`` are names over
-        uses, or one name of all uses, with a batch axis of ``num_uses·n`` examples (use by use) or
-        with an axis of ``num_uses`` before it. ``outputs`` have either form. ``num_uses`` is
-        optional if the uses are listed.
+        The arguments are those of ``register_conv2d``, except that ``inputs`` and ``outputs`` are
+        each a list with a name for each use, or the name of one array with all uses. Such an array
+        has ``num_uses·n`` examples, use by use, or an axis of ``num_uses`` before the batch axis.
+        ``num_uses`` may be omitted if a list gives it.
         """
         key = canonical_key(params)
         form = self._convolution(

@@ -305,9 +305,9 @@ class BatchPasses:
     ) -> BackwardResult:
         """Differentiate this process's shard of a batch, or compute only its losses.
 
-        The result has gradients of ``outputs`` as well, if the batch has one part; see
-        ``run_backward``. ``residuals`` receives the residuals of this process, and ``features`` the
-        powers of the features that layers read.
+        If the batch has one part, the result also has the gradients with respect to ``outputs``;
+        see ``run_backward``. ``residuals`` receives this process's residuals, and ``features`` the
+        powers of the layers' input features.
         """
         count = len(traced.parts)
         read = outputs if count == 1 else None

@@ -403,9 +403,9 @@ def _numbers(
 
 
 def _copy(graph: Graph, name: str, axes: Mapping[str, int]) -> _Copy:
-    """Return the names of the values of the network at a set of points.
+    """Name the network's values at the set of points ``name``.
 
-    ``axes`` are those of the examples in inputs; other inputs keep their names.
+    Inputs without an example axis in ``axes`` keep their names.
     """
     names = {x: f"{name} {x}" for x in axes}
     results = (value for node in graph.nodes for value in node.outputs if value)

@@ -122,7 +122,7 @@ class CausalNegativeLogProbLoss(CategoricalLogitsNegativeLogProbLoss):
 
 
 def _later(array: Array, axis: int) -> Array:
-    """Return the entries after the first one along an axis, and zeros at its end."""
+    """Shift the entries by one towards the start of an axis, and put zeros at its end."""
     before = (slice(None),) * axis
     xp, rest = array_module(array), array[(*before, slice(1, None))]
     end = xp.zeros_like(array[(*before, slice(0, 1))])

@@ -267,7 +267,7 @@ _SPECIAL: Mapping[str, Callable[..., Symbol]] = {
 
 
 def called(function: Any, args: Any, options: dict[str, Any]) -> Any:
-    """Record another function of NumPy."""
+    """Record a call of a NumPy function that is not a ufunc, or raise ``UnsupportedError``."""
     name = f"{function.__module__}.{function.__name__}".removeprefix("numpy.")
     if name not in _FUNCTIONS:
         raise UnsupportedError(f"a file cannot compute numpy.{name}.")

@@ -28,7 +28,7 @@ from kfac_engine.graph.write import build_model
 
 Number: TypeAlias = Union[int, float, "Size"]
 Shape: TypeAlias = tuple[Any, ...]
-# A ``Recorded`` where the library's functions, which it passes through, are declared for arrays.
+# A ``Recorded``. The library's functions that receive it are declared for arrays.
 Symbol: TypeAlias = Any
 
 _INTEGER, _TRUTH = np.dtype(np.int64), np.dtype(np.bool_)

@@ -272,9 +272,9 @@ class OnnxModel:
         return {old: trace[new].copy() for old, new in self.new_buffers.items()}
 
     def joined_buffers(self, parts: Sequence[tuple[int, Mapping[str, Array]]]) -> dict[str, Array]:
-        """Return the running statistics after a batch; see ``joined_statistics``.
+        """Return the running statistics after a batch in parts; see ``joined_statistics``.
 
-        Each of ``parts`` is a number of examples and the statistics after them.
+        ``parts`` has each part's number of examples and the running statistics after it.
         """
         if not self.buffers or len(parts) < 2:
             return dict(parts[0][1]) if parts else {}
@@ -380,9 +380,9 @@ class OnnxModel:
         return self._forward_session().run(wanted, feeds) if wanted else {}
 
     def inference_feeds(self) -> dict[str, Array]:
-        """Return what passes in inference form read beside the inputs.
+        """Return parameters, buffers and random numbers, which a pass in inference form reads.
 
-        Their random numbers are the same in every pass.
+        The random numbers are the same in every pass.
         """
         feeds = {**self.parameters, **self.buffers}
         if self.draws:

@@ -283,24 +283,25 @@ class _Equations:
 class GaussNewton(Optimizer):
     """Natural gradient with the whole Fisher matrix of the batch, without blocks.
 
-    With R the rows of the Fisher matrix ``F = RᵀR``, one for each number that the losses predict,
-    and ρ the residuals, ``g = Rᵀρ``::
+    R has one row for each number that the losses predict. The Fisher matrix is ``F = RᵀR``, and
+    the gradient is ``g = Rᵀρ`` with the residuals ρ::
 
         φ ← argmin ½‖R φ − ρ‖² + ½ λ‖φ − μ φ′‖²,    θ ← θ − η φ
 
     where φ′ is the previous update. For ``μ = 0`` this is the damped Gauss–Newton step
-    ``(F + λ)⁻¹ g``. At most 256 rows are solved by one Cholesky decomposition of ``R Rᵀ + λI``. For
-    more rows, conjugate gradients solve to about two percent of the decrease, with three to ten
-    products with R in most steps: they are preconditioned by the matrix of 256 rows, which has
-    nearly the same large eigenvalues. A step takes the time of 32,000 · parameters
-    multiplications and of some passes over the batch, and the memory of ``1536 · parameters``
-    numbers in float64, which ``memory`` announces and each step checks.
+    ``(F + λ)⁻¹ g``. With at most 256 rows, one Cholesky decomposition of ``R Rᵀ + λI`` solves for
+    it. With more rows, conjugate gradients solve to about two percent of the decrease, in three to
+    ten iterations for most steps. A sample of 256 rows, whose matrix has nearly the same large
+    eigenvalues, preconditions them. A step takes 32,000 multiplications per parameter and some
+    passes over the batch. It needs memory for 1536 float64 numbers per parameter; ``memory``
+    returns the bytes, and each step checks them.
 
-    λ follows the reduction ratio. A step that would raise the loss of the batch is tried again
-    with more damping, up to eight times, before the parameters move.
+    λ follows the reduction ratio. If a step would raise the batch's loss, it is tried again with
+    more damping, eight times in all. The parameters do not move if every try would raise the loss.
 
-    Squared errors and all other losses with a factor of their Fisher matrix, several losses, parts
-    of a batch, weights and several processes are supported; normalizations by the batch are not.
+    All losses with a factor of their Fisher matrix, such as squared errors, are supported, with
+    several losses, batches in parts, weights and several processes. Models whose normalizations
+    use statistics of the batch are not supported.
 
     Source: Goldshlager, Abrahamsen & Lin 2024, arXiv:2401.10190 (SPRING), equation 18; arXiv:
     2505.12149 for equations.
@@ -308,12 +309,11 @@ class GaussNewton(Optimizer):
     Args:
         engine: The engine whose parameters are trained.
         learning_rate: η, a number or a function of the number of steps so far.
-        damping: λ of the first step, positive; it contains ``l2``.
+        damping: λ of the first step, positive. It includes ``l2``.
         momentum: μ in [0, 1).
         l2: Coefficient of ``½ l2 ‖θ‖²``, which is added to the loss; at least 0.
-        adapt_damping: Whether λ follows the reduction ratio, or a ``DampingAdaptation`` with other
-            constants than ``DampingAdaptation(1, 1 / 3, 1e-12)``. If False, λ is constant and each
-            step is taken.
+        adapt_damping: How λ follows the reduction ratio: a ``DampingAdaptation``, or True for
+            ``DampingAdaptation(1, 1 / 3, 1e-12)``. If False, λ is constant and every step is taken.
         non_finite: Reaction to a batch that yields NaN or infinity: ``"raise"`` or ``"skip"``.
 
     Raises:

@@ -443,7 +443,7 @@ def _by_input(inputs: Mapping[str, str], arrays: Any) -> dict[str, Array]:
 
 
 def _batches(train: Batches, start: int) -> Iterator[tuple[Any, Any]]:
-    """Return the batches of a run from the step ``start`` on, without an end."""
+    """Yield a run's batches endlessly, starting at the step ``start``."""
     if not train.per_epoch:
         return islice(_endless(train, 0, 0), start, None)
     return _endless(train, *divmod(start, train.per_epoch))

@@ -186,9 +186,9 @@ def _stored_loss(loss: LossChoices) -> Any:
 
 
 def _with_loss(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return options of a file with the losses as objects.
+    """Return a file's options, with ``loss`` as ``EngineOptions`` takes it.
 
-    Older files have options of losses, and a weight for each, next to the names.
+    Older files store the losses' names, options and weights as separate options.
     """
     rest = dict(fields)
     weights = rest.pop("loss_weights", None)

@@ -137,14 +137,13 @@ def curvature_operator(
 ) -> CurvatureOperator:
     """Return a curvature matrix of all parameters as a linear operator.
 
-    The matrix is the mean over all examples, whatever the sizes of the batches are, for the
-    negative log-likelihood of an example, summed over its positions with the weights of its
-    targets.
+    The matrix is the mean of the examples' matrices, so it does not depend on how the data are
+    divided into batches. An example's loss is its negative log-likelihood: the sum over its
+    positions, weighted by its targets' weights.
 
     Args:
         model: Path, bytes or ``ModelProto``.
-        batches: Data in a form of ``fit``, which can be read again. Only ``"hessian"`` needs
-            targets.
+        batches: Data as for ``fit``; they are read several times. Only ``"hessian"`` needs targets.
         matrix: ``"ggn"``, the generalized Gauss–Newton matrix; ``"fisher"``, the Fisher matrix,
             which is equal for losses on natural parameters; or ``"hessian"``, the exact Hessian
             matrix of the mean loss.

@@ -21,8 +21,8 @@ from kfac_engine.kernels.launch import Launch
 # An array of the device.
 _Array: TypeAlias = Any
 
-# The largest size for one call on a whole stack, and the number of streams: docs/inverses.md has
-# measurements of others.
+# The largest matrix size for which one call factorizes a whole stack, and the number of streams.
+# docs/inverses.md measures other values.
 STACKED_SIZE = 256
 STREAMS = 4
 

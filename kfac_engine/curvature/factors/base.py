@@ -335,7 +335,7 @@ class FisherFactor(ABC):
         return Measurement(array, count)
 
     def to_measure(self, values: Values, sizes: Sizes | None = None) -> ToMeasure:
-        """Return what ``commit`` measures straight into the average; arguments as ``measure``."""
+        """Return a checked batch, which ``commit`` measures into the average; see ``measure``."""
         sizes = sizes or Sizes.of(self.statistic, values)
         return ToMeasure(values, sizes, sizes.count, self.statistic.names())
 
@@ -543,7 +543,7 @@ class FisherFactor(ABC):
 
     @property
     def is_stale(self) -> bool:
-        """Whether there is an average on this process whose traces are unknown."""
+        """Whether this process has the whole average but has not computed its traces."""
         is_here = self.average.value is not None and not self.average.divided
         return is_here and self.traces_of_average is None
 

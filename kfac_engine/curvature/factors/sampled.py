@@ -73,8 +73,8 @@ class SampledMoment(KroneckerMoment):
         examples = KroneckerMoment.batch_size(self, values)
         if self.rows is not None and (not self.rows.count or examples % self.rows.count):
             raise ShapeError(
-                f"{', '.join(self.names())} have {examples} examples, but the rows of this process "
-                f"are {self.rows.count} examples; set the rows of each batch."
+                f"{', '.join(self.names())} have {examples} examples, but set_rows gave this "
+                f"process {self.rows.count} examples; call set_rows before each batch."
             )
         return examples
 
