@@ -76,7 +76,7 @@ class TensorBoard(Callback):
             self._flush()
 
     def on_validation_end(self, record: Record, optimizer: Optimizer) -> None:
-        """Write the metrics of the validation at a run's end, which ``on_step_end`` did not have."""
+        """Write the metrics of the validation at a run's end, after the last ``on_step_end``."""
         del optimizer
         if record["step"] == self._step:
             self._add(metrics_in(record))
