@@ -8,7 +8,7 @@ was short.
 from collections import ChainMap
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial, reduce
+from functools import partial
 from math import inf, log, sqrt
 from typing import Any, NamedTuple
 
@@ -21,7 +21,6 @@ from kfac_engine.curvature.blocks.base import FisherBlock, uses
 from kfac_engine.engine.engine import Engine
 from kfac_engine.graph.analysis.subgraph import rearranged
 from kfac_engine.graph.structure import RELAYS
-from kfac_engine.layers.parameter_slices import Piece
 from kfac_engine.training.average_span import AverageSpan
 from kfac_engine.training.feature_bounds import (
     POWERS,
@@ -136,6 +135,7 @@ class Turn(NamedTuple):
     onward: Any  # the negation of ``back``
     weight: Any  # factor of the gradient; 0 if ``back``
     squares: Products  # squared norms of the gradient times ``weight``
+    corrections: Mapping[str, Correction]  # by the weight or bias that they change
 
 
 class Descent(NamedTuple):
@@ -326,31 +326,19 @@ class AdaptiveLengthUpdate(Update):
         ``last`` are its inner products with the last directions, and ``squares`` with itself.
         """
         part = self._part_back(step, last)
-        far: Any = part > 0 if is_recorded(part) else bool(part)
-        back = self._pauses(step, far)
-        onward = np.logical_not(back) if is_recorded(back) else not back
+        recorded = is_recorded(part)
+        back: Any = part > 0 if recorded else bool(part)
+        far, corrections = back, dict[str, Correction]()
+        for name, loss in self.predictions.items() if step.corrections else ():
+            if loss in step.corrections and (name in self.units.weights or name in self.shifted):
+                correction = corrections[name] = step.corrections[loss]
+                back = np.logical_or(back, correction.due) if recorded else back or correction.due
+        onward = np.logical_not(back) if recorded else not back
         weight = self.weight.of_step(step.slots, step.new_slots, squares, step.step, back)
-        last, squares = (
-            {names: factor * numbers for names, numbers in products.items()}
-            for factor, products in ((weight, last), (weight**2, squares))
-        )
-        return Turn(last, part, far, back, onward, weight, squares)
-
-    def _pauses(self, step: StepInputs, far: Any) -> Any:
-        """Return whether a step ignores its gradient: it goes back, or corrects predictions."""
-        due = [far, *(correction.due for correction in self._corrections(step).values())]
-        if any(map(is_recorded, due)):
-            return reduce(np.logical_or, due)
-        return any(due)
-
-    def _corrections(self, step: StepInputs) -> dict[str, Correction]:
-        """Return the corrections of a step by the weight or bias that they change."""
-        pairs = ((name, step.corrections.get(loss)) for name, loss in self.predictions.items())
-        return {
-            name: c
-            for name, c in pairs
-            if c is not None and (name in self.units.weights or name in self.shifted)
-        }
+        if recorded or weight != 1:
+            last = {names: weight * numbers for names, numbers in last.items()}
+            squares = {names: weight**2 * numbers for names, numbers in squares.items()}
+        return Turn(last, part, far, back, onward, weight, squares, corrections)
 
     def _descend(self, step: StepInputs, turn: Turn) -> Descent:
         """Average the gradients, and return the directions of the weights."""
@@ -386,13 +374,14 @@ class AdaptiveLengthUpdate(Update):
         gradients, parameters = descent.gradients, self.units.split(step.parameters)
         if step.predicts:  # the change is compared with the gradient
             gradients = {name: gradient.copy() for name, gradient in gradients.items()}
-        self._move(gradients, descent.natural, parameters, sizes, step)
+        self._move(gradients, descent.natural, parameters, sizes, step, turn.corrections)
         for names in self.together.by_adam:
             value, mean = grouped.get(names) or (joined(gradients, names), joined(averages, names))
             self._by_adam(names, value, mean, joined(parameters, names), step)
             if len(names) > 1:
                 gradients |= separated(value, {name: gradients[name] for name in names})
-        return self._shifted(self.units.join(gradients, step.parameters), step)
+        values = self.units.join(gradients, step.parameters)
+        return self._shifted(values, turn.corrections) if turn.corrections else values
 
     def _is_bounded(self, step: StepInputs, turn: Turn, descent: Descent, sizes: Vector) -> bool:
         """Return whether the new averages and parameters are finite for sure.
@@ -415,9 +404,11 @@ class AdaptiveLengthUpdate(Update):
             squares += (size * size) * float(np.vdot(direction, direction))
         return squares < _LARGEST_ENTRY**2
 
-    def _shifted(self, values: dict[str, Array], step: StepInputs) -> dict[str, Array]:
+    def _shifted(
+        self, values: dict[str, Array], corrections: Mapping[str, Correction]
+    ) -> dict[str, Array]:
         """Return new parameters with the corrected biases of predictions."""
-        for name, correction in self._corrections(step).items():
+        for name, correction in corrections.items():
             if name not in self.units.weights:
                 value, xp = values[name], array_module(values[name])
                 if np.shape(correction.shift) != value.shape:  # a view with other features
@@ -477,10 +468,9 @@ class AdaptiveLengthUpdate(Update):
         bounded = dict(squares)
         for names in squares if least else ():
             if not least.keys().isdisjoint(names):
-                zeros = {name: np.zeros_like(step.slots["slope"][name]) for name in names}
-                bounds = _numbers(
-                    {n: least.get(n, zero) for n, zero in zeros.items()}, names, squares[names].size
-                )
+                slopes_of = step.slots["slope"]
+                zeros = {name: np.zeros_like(slopes_of[name]) for name in names}
+                bounds = _numbers({**zeros, **least}, names, slopes_of)
                 bounded[names] = np.maximum(squares[names], bounds)
         return [slopes, bounded]
 
@@ -491,18 +481,22 @@ class AdaptiveLengthUpdate(Update):
         smaller side is at most 2 N, or which keep their natural gradients, have no entry. The
         numbers are on the host.
         """
-        least, matrices, excess = dict[str, Any](), dict[str, Array](), dict[str, Any]()
+        least, matrices = dict[str, Any](), dict[str, Array]()
+        kinds, excess = dict[str, Any](), dict[int, Any]()
         for name, direction in natural.items():
-            side: Any = self.sides[name]
-            excess[name] = side / (_OF_EXAMPLE * step.examples)
-            if name in self.equal and (is_recorded(excess[name]) or excess[name] > 1):
-                matrices[name] = self.units.weights[name].matrices(direction, copy=False)
-        kinds = {name: (*stack.shape[1:], self.sides[name]) for name, stack in matrices.items()}
+            side = self.sides[name]
+            if name not in self.equal:
+                continue
+            excess[side] = side / (_OF_EXAMPLE * step.examples)
+            if is_recorded(excess[side]) or excess[side] > 1:
+                stack = matrices[name] = self.units.weights[name].matrices(direction, copy=False)
+                kinds[name] = (*stack.shape[1:], side)
         for names in groups(matrices, kinds):
             stack = joined(matrices, names).reshape(-1, *matrices[names[0]].shape[1:])
-            squares = excess[names[0]] * largest_singular_values(stack, self.matmul) ** 2
+            of_side = excess[self.sides[names[0]]]
+            squares = of_side * largest_singular_values(stack, self.matmul) ** 2
             least |= separated(squares, {name: step.slots["slope"][name] for name in names})
-        if any(map(on_device, least.values())):
+        if least and on_device(next(iter(least.values()))):
             on_host = self.engine.collection.backend.download([*least.values()])
             return dict(zip(least, on_host, strict=True))
         return least
@@ -521,44 +515,30 @@ class AdaptiveLengthUpdate(Update):
             a device in a block of ``shared_reads`` has them.
         """
         slopes, backend = step.slots["slope"], self.engine.collection.backend
-        many = self._many([*pairs[0][1].values()])
-        results: list[dict[str, Any]] = [
-            {
-                name: _inner_products(self.units.weights[name], left[name], p)
-                if slopes[name].ndim  # several matrices
-                else None
-                if many is not None
-                else np.vdot(left[name], p)
-                for name, p in right.items()
-            }
-            for left, right in pairs
-        ]
-        if many is not None:
-            single = [
-                (products, name, left[name], right[name])
-                for (left, right), products in zip(pairs, results, strict=True)
-                for name, product in products.items()
-                if product is None
-            ]
-
-            def fill(addends: Array) -> None:
-                for (products, name, *_), total in zip(single, addends.sum(axis=1), strict=True):
-                    products[name] = total
-
-            for products in results:
-                for name, product in products.items():
-                    if product is not None:
+        many = self._many(pairs[0][1].values())
+        results: list[dict[str, Any]] = [{} for _ in pairs]
+        waiting: list[tuple[dict[str, Any], str, Array, Array]] = []
+        for (left, right), products in zip(pairs, results, strict=True):
+            for name, p in right.items():
+                if slopes[name].ndim:  # several matrices
+                    weight = self.units.weights[name]
+                    product = (weight.matrices(left[name]) * weight.matrices(p)).sum(axis=(1, 2))
+                    products[name] = product
+                    if many is not None:
                         backend.read_later(product, partial(products.__setitem__, name))
-            if single:
-                factors = [(x, y) for _, _, x, y in single]
-                backend.read_later(many.inner_products(factors), fill)
+                elif many is None:
+                    products[name] = np.vdot(left[name], p)
+                else:
+                    waiting.append((products, name, left[name], p))
+        if many is not None and waiting:
+            addends = many.inner_products([(left, right) for *_, left, right in waiting])
+            backend.read_later(addends, partial(_fill, waiting))
 
         def on_host() -> list[Products]:
-            backend.download(())  # what still waits
-            return [
-                {n: _numbers(products, n, block_of(slopes, n).size) for n in self.together.lengths}
-                for products in results
-            ]
+            if many is not None:
+                backend.download(())  # what still waits
+            lengths = self.together.lengths
+            return [{n: _numbers(products, n, slopes) for n in lengths} for products in results]
 
         return on_host
 
@@ -603,9 +583,11 @@ class AdaptiveLengthUpdate(Update):
         last, new = step.slots["natural_gradient"], dict[str, Array]()
         wanted = [n for n, is_due in due.items() if is_due is True or is_recorded(is_due) or is_due]
         of_weights = {names: g for names, g in joint.items() if names[0] in self.groups}
-        portions = self._portions(wanted, step)
-        shared = {names: g for names, g in of_weights.items() if names[1:] and portions[1:]}
-        small = self._ahead(step, shared, decay)
+        portions, small = [wanted], dict[str, Array]()
+        if _is_in_place(step):
+            portions = self._portions(wanted, step)
+            shared = {names: g for names, g in of_weights.items() if names[1:] and portions[1:]}
+            small = self._ahead(step, shared, decay)
         for portion in portions:
             new |= self._of_portion(portion, of_weights, small, decay, step)
         for name, direction in new.items():
@@ -628,12 +610,12 @@ class AdaptiveLengthUpdate(Update):
         blocks = {n: g for n, g in step.gradients.items() if self.groups.get(n) in groups}
         needed = blocks.keys() - small.keys()
         due_here = {names: g for names, g in of_weights.items() if not needed.isdisjoint(names)}
-        by_parameter = {**small, **self._ahead(step, due_here, decay)}
-        ahead = self.units.split({name: by_parameter[name] for name in blocks})
+        averages = {**small, **self._ahead(step, due_here, decay)}
+        ahead = self.units.split({name: averages[name] for name in blocks})
         # Without biases: with their gradients, the directions of weights could point uphill.
         alone = {n: a if n in self.roots else np.zeros_like(a) for n, a in ahead.items()}
         natural = self.units.split(self.precondition(self.units.join(alone, blocks)))
-        return self._directions({name: natural[name] for name in portion}, ahead, step.examples)
+        return self._directions(portion, natural, ahead, step.examples)
 
     def portion_bytes(self, slots: SlotArrays) -> int:
         """Return about the bytes of the averages one step ahead of a portion of the weights."""
@@ -642,8 +624,6 @@ class AdaptiveLengthUpdate(Update):
 
     def _portions(self, wanted: Sequence[str], step: StepInputs) -> list[list[str]]:
         """Divide weights into portions whose averages one step ahead are in memory together."""
-        if not _is_in_place(step):
-            return [[*wanted]]
         portions, of_group, entries = dict[int, list[str]](), dict[int, int](), 0
         for name in wanted:
             portion = of_group.setdefault(self.groups[name], entries // _PORTION)
@@ -669,20 +649,25 @@ class AdaptiveLengthUpdate(Update):
         combine_all(averages, self._many(joint.values()))
         return ahead
 
-    def _directions(self, natural: Vector, ahead: Vector, examples: int) -> dict[str, Array]:
+    def _directions(
+        self, names: Sequence[str], natural: Vector, ahead: Vector, examples: int
+    ) -> dict[str, Array]:
         """Return the directions of weights; the norms of their matrices are arbitrary.
 
         Args:
-            natural: The natural gradient of the average of each weight.
+            names: The weights.
+            natural: The natural gradients of the averages.
             ahead: The averages, one step ahead.
             examples: Number of examples of the batch.
         """
-        weights, directions = self.units.weights, dict(natural)
-        numbers = {n: self._iterations(n, examples) for n in natural if n in self.equal}
-        iterations = {name: n for name, n in numbers.items() if not isinstance(n, int) or n}
-        directions |= self._at_once(natural, ahead, iterations)
-        if not iterations:
-            return directions
+        weights, directions = self.units.weights, {name: natural[name] for name in names}
+        iterations: dict[str, Any] = {}
+        for name in names:
+            count = self._iterations(name, examples) if name in self.equal else 0
+            if not isinstance(count, int) or count:
+                iterations[name] = count
+        if iterations:
+            directions |= self._at_once(natural, ahead, iterations)
         matrices = {name: weights[name].matrices(natural[name]) for name in iterations}
         kinds = {n: self._kind(n, stack, iterations[n]) for n, stack in matrices.items()}
         for names in groups(matrices, kinds):
@@ -706,7 +691,7 @@ class AdaptiveLengthUpdate(Update):
 
         Their rows are in the order of memory, which does not matter.
         """
-        many = self._many([*natural.values()])
+        many = self._many(natural.values())
         if many is None:
             return {}
         plain = {n: self.units.weights[n].plain_matrix(natural[n]) for n in iterations}
@@ -790,19 +775,17 @@ class AdaptiveLengthUpdate(Update):
 
     def _rates(self, names: Sequence[str], step: StepInputs) -> Any:
         """Return the lengths of the updates of the matrices of weights with k = 1."""
-        rates = [self._rate(name, step) for name in names]
+        rates, counts = list[Any](), list[int]()
+        for name in names:
+            rate = step.rate * self.roots[name]
+            if self.predictions.get(name) in step.spreads:
+                moment = np.maximum(self.moment(self.blocks[name]), 1.0)
+                rate = rate * self._unit(name, step) / np.sqrt(moment)
+            rates.append(rate)
+            counts.append(step.slots["slope"][name].size)
         if len(names) == 1:
             return rates[0]
-        counts = [step.slots["slope"][name].size for name in names]
         return np.array(rates) if max(counts) == 1 else np.repeat(rates, counts)
-
-    def _rate(self, name: str, step: StepInputs) -> Any:
-        """Return the length of the update of a matrix of a weight with k = 1."""
-        rate = step.rate * self.roots[name]
-        if self.predictions.get(name) not in step.spreads:
-            return rate
-        moment = np.maximum(self.moment(self.blocks[name]), 1.0)
-        return rate * self._unit(name, step) / np.sqrt(moment)
 
     def _move(
         self,
@@ -811,10 +794,10 @@ class AdaptiveLengthUpdate(Update):
         parameters: Vector,
         sizes: Vector,
         step: StepInputs,
+        corrections: Mapping[str, Correction],
     ) -> None:
         """Write the new values of the weights in place of their gradients ``values``."""
         shrunk = 1 - step.rate * step.decay * self.weight_decay
-        corrections = self._corrections(step)
         moves: list[tuple[Array, Any, Array, Any, Array]] = []
         for name, weight in self.units.weights.items():
             size, direction = sizes[name], natural[name]
@@ -826,7 +809,7 @@ class AdaptiveLengthUpdate(Update):
                 direction = weight.array(scales * weight.matrices(direction), direction)
                 factor = -1.0
             moves.append((values[name], factor, direction, multiple, parameters[name]))
-        combine_all(moves, self._many([*natural.values()]))
+        combine_all(moves, self._many(natural.values()))
 
 
 def _is_in_place(step: StepInputs) -> bool:
@@ -846,17 +829,18 @@ def _weighted(step: StepInputs, weight: Any) -> StepInputs:
     return step
 
 
-def _inner_products(weight: Piece, left: Array, right: Array) -> Any:
-    """Return the inner products of corresponding matrices of two arrays."""
-    return (weight.matrices(left) * weight.matrices(right)).sum(axis=(1, 2))
+def _fill(waiting: Sequence[tuple[dict[str, Any], str, Array, Array]], addends: Array) -> None:
+    """Write inner products, sums over the second axis of ``addends``, to their dictionaries."""
+    for (products, name, *_), total in zip(waiting, addends.sum(axis=1), strict=True):
+        products[name] = total
 
 
-def _numbers(products: Vector, names: Sequence[str], count: int) -> Array:
-    """Return the inner products of weights, ``count`` in all, on one axis.
+def _numbers(products: Vector, names: tuple[str, ...], slopes: Vector) -> Array:
+    """Return the inner products of weights on one axis; those of a single weight unchanged.
 
-    The inner products of a single weight are returned unchanged.
+    ``slopes`` has a number for each matrix of each weight.
     """
-    if count > len(names) or len(names) == 1:
+    if len(names) == 1 or block_of(slopes, names).size > len(names):
         return joined(products, names)
     return np.array([products[name] for name in names])
 
