@@ -45,10 +45,16 @@ def check_seed(seed: object) -> None:
         raise InputError(f"seed must be a whole number of at least 0, got {seed!r:.80}.").of("seed")
 
 
-def check_number(name: str, value: object) -> None:
-    """Raise an InputError unless a value is a finite real number."""
+def check_number(name: str, value: object, within: str = "") -> None:
+    """Raise an InputError unless a value is a finite number, in an interval like ``"[0, 1)"``."""
     if not _is_finite(value):
         raise InputError(f"{name} must be a finite number, got {value!r:.80}.").of(name)
+    if within:
+        low, high = (float(end) for end in within[1:-1].split(","))
+        ends = {low} if within[0] == "[" else set()
+        ends |= {high} if within[-1] == "]" else set()
+        if not (low < value < high or value in ends):
+            raise InputError(f"{name} must lie in {within}, got {value!r:.80}.").of(name)
 
 
 def check_positive(name: str, value: object) -> None:

@@ -6,6 +6,7 @@ Names in a file are untrusted: they are shown in printable form, and escaped in 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
+from importlib.metadata import PackageNotFoundError, version
 from itertools import islice
 
 from kfac_engine.printable import shortened
@@ -105,6 +106,14 @@ def scaled(count: float, step: int, units: Sequence[str]) -> str:
 def counted(count: int, noun: str) -> str:
     """Return a number with a noun in the singular or plural: ``1 array``, ``1,200 arrays``."""
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
+def installed_version(package: str) -> str | None:
+    """Return the version of an installed package; None if it is not installed."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
 
 
 def _html_table(table: Table) -> str:

@@ -5,7 +5,6 @@ import platform
 import shutil
 import subprocess
 from collections.abc import Mapping
-from importlib.metadata import PackageNotFoundError, version
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from kfac_engine import __version__
 from kfac_engine.cli.command import command
 from kfac_engine.cli.display import print_json, print_table, say_warning
 from kfac_engine.cli.options import json_option
+from kfac_engine.summary import installed_version
 from kfac_engine.system.memory_limits import usable_cores
 
 _PACKAGES = (
@@ -53,7 +53,7 @@ def examine() -> dict[str, Any]:
         "platform": platform.platform(),
         "cores": {"machine": os.cpu_count(), "usable": usable_cores()},
         "threads": _threads(),
-        "packages": {name: _version(name) for name in _PACKAGES},
+        "packages": {name: installed_version(name) for name in _PACKAGES},
         "blas": _blas_libraries(),
         "environment": {
             name: os.environ[name]
@@ -72,13 +72,6 @@ def _threads() -> int:
     from kfac_engine.backend.threads import default_count
 
     return default_count()
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 def _blas_libraries() -> list[dict[str, object]]:

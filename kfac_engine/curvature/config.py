@@ -14,7 +14,6 @@ from kfac_engine.arguments import (
     check_positive,
     check_seed,
 )
-from kfac_engine.errors import InputError
 from kfac_engine.layers.layer_forms import Sampling
 
 PiType = Literal["tracenorm", "off"]
@@ -140,12 +139,8 @@ class CollectionConfig:
             check_bool(name, getattr(self, name))
         check_number("normalize_damping_power", self.normalize_damping_power)
         check_number("eigenvalue_clipping_threshold", self.eigenvalue_clipping_threshold)
-        check_number("inputs_to_extract_patches_factor", self.inputs_to_extract_patches_factor)
-        if not 0 < self.inputs_to_extract_patches_factor <= 1:
-            raise InputError(
-                f"inputs_to_extract_patches_factor must lie in (0, 1], got "
-                f"{self.inputs_to_extract_patches_factor}."
-            )
+        factor = self.inputs_to_extract_patches_factor
+        check_number("inputs_to_extract_patches_factor", factor, "(0, 1]")
         check_int("eigendecomposition_threshold", self.eigendecomposition_threshold, least=1)
         check_int("max_num_patches", self.max_num_patches, least=1)
         check_seed(self.seed)

@@ -55,9 +55,7 @@ def check_options(
     check_texts("variables", variables, "['w', 'b']")
     for exp in check_list("exps", exps, "(-1,)"):
         check_number("each of exps", exp)
-    check_number("cov_ema_decay", cov_ema_decay)
-    if not 0 <= cov_ema_decay <= 1:
-        raise InputError(f"cov_ema_decay must lie in [0, 1], got {cov_ema_decay}.")
+    check_number("cov_ema_decay", cov_ema_decay, "[0, 1]")
 
 
 def check_counts(seed: object, batch_size: object, needs_batch_size: bool) -> None:

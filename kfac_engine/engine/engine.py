@@ -558,9 +558,7 @@ class Engine(Summarized, TrainableModel):
 
     def _footprint_of(self, parts: int, statistics: float) -> Footprint:
         if not isinstance(statistics, bool):
-            check_number("statistics", statistics)
-        if not 0 <= statistics <= 1:
-            raise InputError(f"statistics must lie in [0, 1], got {statistics!r}.")
+            check_number("statistics", statistics, "[0, 1]")
         if not statistics:
             return Footprint(self._assembly)
         sums = self.fisher.sums_sources + (parts > 1)

@@ -160,9 +160,7 @@ class EngineOptions:
         if not self.exps:
             raise InputError("exps must name one power at least, such as (-1,).")
         check_damping(self.damping, self.exps)
-        check_number("ema_decay", self.ema_decay)
-        if not 0 <= self.ema_decay < 1:
-            raise InputError(f"ema_decay must lie in [0, 1), got {self.ema_decay}.").of("ema_decay")
+        check_number("ema_decay", self.ema_decay, "[0, 1)")
         check_choice("estimation_mode", self.estimation_mode, MODES)
         if self.schedule is not None:
             check_schedule(self.schedule)

@@ -147,10 +147,8 @@ def class_numbers(
 
 def smoothing(value: object) -> float:
     """Return a label smoothing, a number in [0, 1); raise an InputError for another value."""
-    check_number("label_smoothing", value)
+    check_number("label_smoothing", value, "[0, 1)")
     assert isinstance(value, int | float | np.number)  # checked
-    if not 0 <= value < 1:
-        raise InputError(f"label_smoothing must lie in [0, 1), got {value}.")
     return float(value)
 
 

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import Any, Protocol
 
-from kfac_engine._types import Array
 from kfac_engine.arguments import check_number
 from kfac_engine.datasets.examples import Batch, ExampleAxes
 from kfac_engine.datasets.forms import Data, GivenBatches, as_batches, examples_of
@@ -104,8 +103,8 @@ def run_data(
         return RunData(GivenBatches(data, axes, share, parts=accumulate), held_out_batches)
     whole_size = batch_size * accumulate
     if isinstance(validation, Real):
-        check_number("validation", validation)
-        used, held_out = _split(examples, float(validation), seed)
+        check_number("validation", validation, "(0, 1)")
+        used, held_out = split(examples.counts, float(validation), seed)
         ordered = OrderedBatches(examples, batch_size, held_out, share)
         shuffled = ShuffledBatches(examples, whole_size, seed, used, share, accumulate)
         return RunData(shuffled, ordered, examples, float(validation))
@@ -115,12 +114,6 @@ def run_data(
 
 def _contents(examples: Examples | None) -> str:
     return "batches" if examples is None else examples.contents()
-
-
-def _split(examples: Examples, fraction: float, seed: int) -> tuple[list[Array], list[Array]]:
-    if not 0 < fraction < 1:
-        raise InputError(f"validation as a number must lie between 0 and 1, got {fraction!r}.")
-    return split(examples.counts, fraction, seed)
 
 
 def _ordered(data: Any, axes: ExampleAxes, batch_size: int, share: Share) -> Iterable[Batch] | None:

@@ -8,22 +8,14 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 
 from kfac_engine._types import Array
-from kfac_engine.arguments import check_positive
+from kfac_engine.arguments import check_number
 from kfac_engine.curvature.schedule import NEVER, Schedule
 from kfac_engine.datasets.examples import Batch
 from kfac_engine.distributed.shards import RowRange
 from kfac_engine.engine.engine import Engine
 from kfac_engine.engine.profiling import StageClock
-from kfac_engine.errors import InputError
 
 Result = TypeVar("Result")
-
-
-def check_part(name: str, value: float) -> None:
-    """Raise an InputError unless a value is a number in (0, 1]."""
-    check_positive(name, value)
-    if value > 1:
-        raise InputError(f"{name} must lie in (0, 1], got {value!r}.").of(name)
 
 
 class PartialBatch:
@@ -158,7 +150,7 @@ class CurvatureUpdates:
     def __init__(
         self, engine: Engine, schedule: Schedule, part: float, *, by_example: bool = True
     ) -> None:
-        check_part("statistics_part", part)
+        check_number("statistics_part", part, "(0, 1]")
         self._by_example = by_example
         self._engine = engine
         self.planner = engine.fisher.growing_planner(schedule)

@@ -6,8 +6,7 @@ Source: Martens & Grosse 2015, arXiv:1503.05671, section 6.5.
 from dataclasses import dataclass
 from math import isinf, isnan, nan
 
-from kfac_engine.arguments import check_int, check_positive
-from kfac_engine.errors import InputError
+from kfac_engine.arguments import check_int, check_number, check_positive
 
 # Reduction ratios above the first lower the damping; ratios below the second raise the damping.
 _ACCURATE, _INACCURATE = 0.75, 0.25
@@ -38,10 +37,8 @@ class DampingAdaptation:
             InputError: A value lies outside its range.
         """
         check_int("interval", self.interval, least=1)
-        check_positive("decay", self.decay)
+        check_number("decay", self.decay, "(0, 1)")
         check_positive("min_damping", self.min_damping)
-        if self.decay >= 1:
-            raise InputError(f"decay must lie in (0, 1), got {self.decay!r}.")
 
     def is_due(self, steps: int) -> bool:
         """Return whether the step after ``steps`` others adapts the damping."""

@@ -3,7 +3,6 @@
 import platform
 import re
 from collections.abc import Mapping
-from importlib.metadata import PackageNotFoundError, version
 from math import isfinite
 from typing import Any, TypeAlias
 
@@ -14,6 +13,7 @@ from kfac_engine.engine.engine import Engine
 from kfac_engine.engine.factor_spectra import factor_spectra
 from kfac_engine.engine.spectra import FactorSpectrum
 from kfac_engine.losses.base import LossFunction
+from kfac_engine.summary import installed_version
 from kfac_engine.training.batches import RunData
 from kfac_engine.training.optimizer import Optimizer
 
@@ -41,7 +41,7 @@ def describe(optimizer: Optimizer, settings: Mapping[str, object]) -> Descriptio
         "versions": {
             "python": platform.python_version(),
             "platform": platform.platform(),
-            **{name: _version(name) for name in _PACKAGES},
+            **{name: installed_version(name) or "not installed" for name in _PACKAGES},
         },
         "layers": [
             {
@@ -134,10 +134,3 @@ def _plain(value: object) -> object:
     if callable(value) and hasattr(value, "__name__"):
         return f"function {value.__name__}"
     return repr(value)
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "not installed"

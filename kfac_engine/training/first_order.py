@@ -7,7 +7,7 @@ from math import sqrt
 import numpy as np
 
 from kfac_engine._types import Array
-from kfac_engine.arguments import check_bool, check_list, check_positive
+from kfac_engine.arguments import check_bool, check_list, check_number, check_positive
 from kfac_engine.backend.namespace import is_recorded, recordable
 from kfac_engine.datasets.examples import Batch
 from kfac_engine.engine.engine import Engine
@@ -24,7 +24,6 @@ from kfac_engine.training.optimizer import (
     StepReport,
     check_rate,
     evaluated_rate,
-    fraction,
 )
 from kfac_engine.training.rules import AdaptiveMoments, HeavyBall, Orthogonalized, Rule
 from kfac_engine.training.units import Units
@@ -186,7 +185,7 @@ class SGD(_FirstOrder):
         non_finite: NonFinitePolicy = "raise",
     ) -> None:
         super().__init__(engine, learning_rate, weight_decay, non_finite)
-        fraction("momentum", momentum)
+        check_number("momentum", momentum, "[0, 1)")
         check_bool("nesterov", nesterov)
         rules = dict.fromkeys(self._names, HeavyBall(momentum, nesterov))
         self._set_up(_Setting(self._units(), rules, False, momentum))
@@ -284,7 +283,7 @@ class Muon(_FirstOrder):
         non_finite: NonFinitePolicy = "raise",
     ) -> None:
         super().__init__(engine, learning_rate, weight_decay, non_finite)
-        fraction("momentum", momentum)
+        check_number("momentum", momentum, "[0, 1)")
         check_bool("nesterov", nesterov)
         check_rate("adam_rate", adam_rate)
         units = self._units(lambda _: True)
@@ -308,7 +307,7 @@ def adaptive_moments(
     if len(check_list("betas", betas, "(0.9, 0.999)")) != 2:
         raise InputError(f"betas must be two numbers, such as (0.9, 0.999), got {betas!r:.80}.")
     for beta in betas:
-        fraction("each of betas", beta)
+        check_number("each of betas", beta, "[0, 1)")
     check_positive("epsilon", epsilon)
     beta1, beta2 = betas
     return AdaptiveMoments(beta1, beta2, epsilon)

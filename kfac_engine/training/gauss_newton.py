@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from scipy.linalg import lapack
 
 from kfac_engine._types import Array
-from kfac_engine.arguments import check_at_least_zero, check_positive
+from kfac_engine.arguments import check_at_least_zero, check_number, check_positive
 from kfac_engine.datasets.examples import Batch
 from kfac_engine.engine.engine import Engine
 from kfac_engine.engine.memory import MemoryReport
@@ -35,7 +35,6 @@ from kfac_engine.training.optimizer import (
     SlotArrays,
     StepReport,
     evaluated_rate,
-    fraction,
 )
 from kfac_engine.training.vectors import Vector, Zeros, dot
 
@@ -332,7 +331,7 @@ class GaussNewton(Optimizer):
         non_finite: NonFinitePolicy = "raise",
     ) -> None:
         super().__init__(engine, learning_rate, 0.0, non_finite)
-        fraction("momentum", momentum)
+        check_number("momentum", momentum, "[0, 1)")
         check_at_least_zero("l2", l2)
         if not isinstance(adapt_damping, bool | DampingAdaptation):
             raise InputError(

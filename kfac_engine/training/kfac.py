@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple, cast
 import numpy as np
 
 from kfac_engine._types import Array
-from kfac_engine.arguments import check_at_least_zero, check_int, check_positive
+from kfac_engine.arguments import check_at_least_zero, check_int, check_number, check_positive
 from kfac_engine.backend.namespace import is_recorded, recordable
 from kfac_engine.curvature.blocks.base import FisherBlock
 from kfac_engine.curvature.config import RelativeDamping
@@ -33,7 +33,6 @@ from kfac_engine.training.checkpoint import COUNTER, Number, Numbers, SavedState
 from kfac_engine.training.curvature_updates import (
     CurvatureUpdates,
     PartialBatch,
-    check_part,
 )
 from kfac_engine.training.damping_adaptation import DampingAdaptation
 from kfac_engine.training.evidence import Evidence, ShrinkageByEvidence, shrinkage_by_evidence
@@ -54,7 +53,6 @@ from kfac_engine.training.optimizer import (
     StepReport,
     check_rate,
     evaluated_rate,
-    fraction,
 )
 from kfac_engine.training.quadratic_update import QuadraticUpdate
 from kfac_engine.training.repeated_batch import RepeatedBatch, divided, mark
@@ -229,7 +227,7 @@ class KfacOptimizer(Optimizer):
         check_at_least_zero("l2", l2)
         check_positive("update_length", update_length)
         check_rate("adam_rate", adam_rate)
-        check_part("statistics_part", statistics_part)
+        check_number("statistics_part", statistics_part, "(0, 1]")
         check_int("statistics_every", statistics_every, least=1)
         _check_rule(rule, momentum)
         adaptation = _adaptation(adapt_damping)
@@ -821,7 +819,7 @@ def _check_rule(rule: object, momentum: object) -> None:
         if rule != QUADRATIC:
             raise InputError("momentum='quadratic' needs learning_rate='quadratic'.")
     elif rule == AUTO or not callable(momentum):
-        fraction("momentum", momentum)
+        check_number("momentum", momentum, "[0, 1)")
 
 
 def evaluated_momentum(momentum: Rate | None, step: int) -> float | None:
@@ -829,7 +827,7 @@ def evaluated_momentum(momentum: Rate | None, step: int) -> float | None:
     if not callable(momentum):  # it was checked when it was set
         return None if momentum is None else float(momentum)
     value = momentum(step)
-    fraction(f"the momentum of step {step}", value)
+    check_number(f"the momentum of step {step}", value, "[0, 1)")
     return float(value)
 
 

@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple, NoReturn, TypeAlias
 import numpy as np
 
 from kfac_engine._types import Array, DType
-from kfac_engine.arguments import check_at_least_zero, check_choice, check_number
+from kfac_engine.arguments import check_at_least_zero, check_choice
 from kfac_engine.datasets.examples import Batch
 from kfac_engine.engine.batch_parts import Inputs
 from kfac_engine.engine.engine import Engine
@@ -462,13 +462,6 @@ def check_rate(name: str, value: object) -> None:
     """Refuse a learning rate that is neither a function nor a number of at least 0."""
     if not callable(value):
         check_at_least_zero(name, value)
-
-
-def fraction(name: str, value: object) -> None:
-    """Raise an InputError unless a value is a number in [0, 1)."""
-    check_number(name, value)
-    if not 0 <= value < 1:  # type: ignore[operator] # a number
-        raise InputError(f"{name} must lie in [0, 1), got {value!r}.").of(name)
 
 
 def evaluated_rate(rate: Rate, step: int) -> float:

@@ -125,7 +125,7 @@ ROWS = [
         "different numbers of vectors"),
     (lambda: multiplied({"fc0.bias": np.full(3, np.inf)}), ke.NonFiniteError, "fc0.bias"),
     (lambda: multiplied({"fc0.bias": np.array(list("abc"))}), ke.InputError, "numbers"),
-    (lambda: determinant(-1.0), ke.InputError, "must not be negative"),
+    (lambda: determinant(-1.0), ke.InputError, "must be at least 0"),
     (lambda: determinant(np.nan), ke.InputError, "finite"),
     (lambda: determinant(0.0), ke.InputError, "raise the damping"),
     (lambda: determinant({"fc0.weight": 1.0}), ke.InputError, "no number for fc0.bias"),
@@ -136,7 +136,7 @@ ROWS = [
         "'fc0.bias' is not the weight"),
     # Laplace approximations.
     (lambda: ke.Laplace("model.onnx"), ke.InputError, OTHER + "str"),
-    (lambda: laplace(prior_precision=0.0), ke.InputError, "prior_precision must be positive"),
+    (lambda: laplace(prior_precision=0.0), ke.InputError, "prior_precision must be a positive"),
     (lambda: laplace(prior_precision=np.nan), ke.KfacError, "prior_precision|damping"),
     (
         lambda: laplace(prior_precision={"fc0.weight": 1.0}), ke.KfacError,
@@ -145,7 +145,7 @@ ROWS = [
         lambda: laplace(prior_precision={"fc9.weight": 1.0}), ke.KfacError,
         "'fc9.weight', which is not a parameter"),
     (lambda: laplace(prior_precision=apart(2.0)), ke.InputError, "fc0.bias share a block"),
-    (lambda: laplace(temperature=-1.0), ke.KfacError, "temperature must be positive"),
+    (lambda: laplace(temperature=-1.0), ke.KfacError, "temperature must be a positive"),
     (lambda: laplace(noise=0.5), ke.KfacError, "normal loss"),
     (lambda: laplace(noise="loud"), ke.KfacError, "noise"),
     (lambda: laplace().fit_prior(noise=True), ke.InputError, "only targets of a normal loss"),
@@ -161,7 +161,7 @@ ROWS = [
         "give a temperature"),
     # Influence.
     (lambda: ke.Influence("model.onnx"), ke.InputError, OTHER + "str"),
-    (lambda: influence(-1.0), ke.InputError, "must not be negative"),
+    (lambda: influence(-1.0), ke.InputError, "must be at least 0"),
     (lambda: influence({"fc0.weight": 1.0}), ke.InputError, "no number for"),
     (lambda: influence(np.nan), ke.InputError, "damping"),
     (
@@ -188,7 +188,7 @@ ROWS = [
         "b is not only the weight of a layer"),
     (pruned, ke.KfacError, "pass one of sparsity, count, pattern"),
     (lambda: pruned(sparsity=0.5, count=3), ke.KfacError, "pass one of"),
-    (lambda: pruned(sparsity=1.0), ke.KfacError, r"sparsity must be in \[0, 1\)"),
+    (lambda: pruned(sparsity=1.0), ke.KfacError, r"sparsity must lie in \[0, 1\)"),
     (lambda: pruned(sparsity=np.nan), ke.KfacError, "sparsity must be a finite number"),
     (lambda: pruned(count=13), ke.KfacError, "have 12 weights"),
     (lambda: pruned(count=-1), ke.KfacError, "count must be a whole number"),

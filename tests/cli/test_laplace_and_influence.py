@@ -95,7 +95,7 @@ def test_prior_by_evidence_is_that_of_the_library(data, capsys):
         ([], "name a file by --out, --export or both"),
         (["-o", "p.npz"], "--inputs has the queries of --out"),
         (["--inputs=q.npy", "-o", "p.npz", "--prior=often"], "neither a number nor 'evidence'"),
-        (["--inputs=q.npy", "-o", "p.npz", "--prior=-1"], "--prior must be positive"),
+        (["--inputs=q.npy", "-o", "p.npz", "--prior=-1"], "--prior must be a positive number"),
         (["--inputs=q.npy", "-o", "p.npz", "--noise=0.3"], "normal loss"),
         (["--export=u.onnx", "--prior=1", "--noise=evidence"], "--prior evidence"),
         (["--inputs=no.npy", "-o", "p.npz"], "no.npy"),

@@ -212,7 +212,7 @@ WRONG = {
     "singular matrix": (["saliency", "a.onnx", A, "--method=obs"], "raise the damping"),
     "no number of zeros": (["prune", "a.onnx", A], "one of sparsity, count, pattern"),
     "two numbers of zeros": (["prune", "a.onnx", A, "--count=1", "--sparsity=0"], "got sparsity"),
-    "all weights": (["prune", "a.onnx", A, "--sparsity=1"], "sparsity must be in [0, 1)"),
+    "all weights": (["prune", "a.onnx", A, "--sparsity=1"], "sparsity must lie in [0, 1)"),
     "negative count": (["prune", "a.onnx", A, "--count=-1"], "count must be"),
     "too large count": (["prune", "a.onnx", A, "--count=13"], "12 weights"),
     "unknown pattern": (["prune", "a.onnx", A, "--pattern=4:2"], "pattern must be"),

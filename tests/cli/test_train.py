@@ -188,7 +188,7 @@ def test_progress_and_notes_are_on_stderr(folder, capsys):
         (["--data=missing.npz"], "there is no such file"),
         (["--data=v.onnx"], "cannot read 'v.onnx'"),
         (["--data=lone.npy"], "holds one array"),
-        (["--validation=1.5"], "must lie between 0 and 1"),
+        (["--validation=1.5"], "must lie in (0, 1)"),
         (["--validation=missing.npz"], "there is no such file"),
         (["--metrics=f1"], "unknown metric 'f1'; choose one of: accuracy"),
         (["--optimizer=adam", "--damping=0.1"], "--damping belongs to kfac, gauss_newton; adam"),

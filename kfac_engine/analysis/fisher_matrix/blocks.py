@@ -20,14 +20,14 @@ damping is exact.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from math import inf, prod
+from math import prod
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy.linalg import qr
 
 from kfac_engine._types import Array, Params
-from kfac_engine.arguments import check_number
+from kfac_engine.arguments import check_at_least_zero
 from kfac_engine.backend.namespace import as_array, numeric
 from kfac_engine.errors import InputError, NonFiniteError, ShapeError, UnknownNameError
 from kfac_engine.layers.parameter_slices import ParameterSlice
@@ -336,9 +336,7 @@ def checked_damping(
                 f"are: {', '.join(names)}."
             )
         where = f"damping of '{name}'" if name else "damping"
-        check_number(where, value)
-        if not 0 <= value < inf:
-            raise InputError(f"{where} must not be negative, got {value}.")
+        check_at_least_zero(where, value)
     missing = [name for name in names if name not in numbers] if "" not in numbers else []
     if missing:
         raise InputError(f"damping has no number for {', '.join(missing)}.")

@@ -10,7 +10,7 @@ For a prior N(0, P₀⁻¹) and the posterior precision ``P = hF + P₀``,
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import exp, inf, isfinite, log, sqrt
+from math import exp, isfinite, log, sqrt
 
 import numpy as np
 from scipy.optimize import minimize
@@ -20,7 +20,6 @@ from scipy.sparse.csgraph import connected_components
 from kfac_engine.analysis.fisher_matrix.blocks import Block, Float, Part
 from kfac_engine.analysis.fisher_matrix.curvature import Curvature
 from kfac_engine.analysis.laplace.likelihood import Likelihood
-from kfac_engine.arguments import check_number
 from kfac_engine.errors import InputError
 
 Prior = float | Mapping[str, float]
@@ -179,14 +178,6 @@ def _sum_of_log1p(values: Float) -> float:
 def precision_of(group: ParameterGroup, prior: Prior) -> float:
     """Return the prior precision of a group."""
     return prior[group.parameters[0]] if isinstance(prior, Mapping) else prior
-
-
-def checked_positive(name: str, value: float) -> float:
-    """Return a number after a check that it is positive and finite; an InputError otherwise."""
-    check_number(name, value)
-    if not 0 < value < inf:
-        raise InputError(f"{name} must be positive and finite, got {value}.").of(name)
-    return value
 
 
 def _connected(sets: list[tuple[str, ...]]) -> list[int]:

@@ -10,11 +10,11 @@ import numpy as np
 from kfac_engine._types import Array, Params
 from kfac_engine.analysis.fisher_matrix.blocks import Block, Float, checked_damping
 from kfac_engine.analysis.fisher_matrix.curvature import Curvature, checked_curvature
-from kfac_engine.analysis.laplace.evidence import MarginalLikelihood, Prior, checked_positive
+from kfac_engine.analysis.laplace.evidence import MarginalLikelihood, Prior
 from kfac_engine.analysis.laplace.export import export_variance
 from kfac_engine.analysis.laplace.likelihood import Likelihood, Outputs
 from kfac_engine.analysis.laplace.predictive import LINKS, Linearization, Predictive
-from kfac_engine.arguments import check_bool, check_int, check_seed
+from kfac_engine.arguments import check_bool, check_int, check_positive, check_seed
 from kfac_engine.backend.threads import single_threaded_blas
 from kfac_engine.datasets.forms import Data, whole_batch
 from kfac_engine.engine.rollback import ignore_overflow
@@ -61,7 +61,8 @@ class Laplace:
         temperature: float = 1.0,
     ) -> None:
         self.curvature = checked_curvature(curvature, "a Laplace approximation")
-        self.temperature = checked_positive("temperature", temperature)
+        check_positive("temperature", temperature)
+        self.temperature = temperature
         self._likelihood = Likelihood.of(curvature, self.temperature)
         self.prior_precision = self._checked_prior(prior_precision)
         self.noise = self._checked_noise(noise)
@@ -289,14 +290,15 @@ class Laplace:
     def _checked_prior(self, prior: Any) -> Prior:
         names = tuple(self.curvature.vector.shapes)
         for value in prior.values() if isinstance(prior, Mapping) else (prior,):
-            checked_positive("prior_precision", value)
+            check_positive("prior_precision", value)
         checked_damping(prior, names)
         for block in self.curvature.blocks:
             block.levels(prior)
         return dict(prior) if isinstance(prior, Mapping) else float(prior)
 
     def _checked_noise(self, noise: float) -> float:
-        return self._likelihood.checked_noise(checked_positive("noise", noise))
+        check_positive("noise", noise)
+        return self._likelihood.checked_noise(noise)
 
     def _validated(self, inputs: Mapping[str, Array], targets: Targets) -> float:
         """Return the precision with the largest log-likelihood of targets, in two rounds."""

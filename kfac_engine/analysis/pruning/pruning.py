@@ -228,9 +228,7 @@ def _smallest(scores: Float, chosen: Mask, sparsity: float | None, count: int | 
     """Return a mask of the smallest scores of the chosen entries; earlier ones win ties."""
     candidates = np.flatnonzero(chosen)
     if sparsity is not None:
-        check_number("sparsity", sparsity)
-        if not 0 <= sparsity < 1:
-            raise InputError(f"sparsity must be in [0, 1), got {sparsity}.").of("sparsity")
+        check_number("sparsity", sparsity, "[0, 1)")
         count = round(sparsity * candidates.size)
     check_int("count", count, least=0)
     assert count is not None

@@ -15,7 +15,7 @@ from scipy.linalg import eigh_tridiagonal
 from scipy.sparse.linalg import LinearOperator, aslinearoperator
 
 from kfac_engine.analysis.fisher_matrix.blocks import Float
-from kfac_engine.arguments import check_int, check_number, check_seed
+from kfac_engine.arguments import check_int, check_number, check_positive, check_seed
 from kfac_engine.errors import InputError
 from kfac_engine.system import memory_limits
 
@@ -115,7 +115,7 @@ class SpectrumEstimate:
         Raises:
             InputError: The width is not positive.
         """
-        _check_positive("width", width)
+        check_positive("width", width)
         nodes, weights = np.concatenate(self.nodes), np.concatenate(self.weights) / len(self.nodes)
         distances = (np.asarray(points)[..., None] - nodes) / width
         result: Float = np.exp(-0.5 * distances**2) @ weights / (sqrt(2 * np.pi) * width)
@@ -202,9 +202,3 @@ def _rule(A: LinearOperator, start: Float, steps: int) -> tuple[Float, Float]:
         basis[step + 1] = product / norm
     values, vectors = eigh_tridiagonal(np.array(diagonal), np.array(beside))
     return values, vectors[0] ** 2
-
-
-def _check_positive(name: str, value: float) -> None:
-    check_number(name, value)
-    if not 0 < value < inf:
-        raise InputError(f"{name} must be positive and finite, got {value}.")

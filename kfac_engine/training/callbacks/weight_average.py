@@ -6,11 +6,12 @@ from types import MappingProxyType
 from typing import TypeAlias
 
 from kfac_engine._types import Array
+from kfac_engine.arguments import check_number
 from kfac_engine.errors import InputError
 from kfac_engine.training.checkpoint import COUNTER, Number, SavedState
 from kfac_engine.training.history import Record
 from kfac_engine.training.hooks import Callback
-from kfac_engine.training.optimizer import Optimizer, fraction
+from kfac_engine.training.optimizer import Optimizer
 from kfac_engine.training.vectors import combine
 from kfac_engine.training.weights import Weights
 
@@ -52,11 +53,11 @@ class WeightAverage(Callback):
 
     def __init__(self, decay: Decay = TAIL, start: float | None = None) -> None:
         if not isinstance(decay, str):
-            fraction("decay", decay)
+            check_number("decay", decay, "[0, 1)")
         elif decay != TAIL:
             raise InputError(f"decay must lie in [0, 1), or be 'tail', got {decay!r:.80}.")
         if start is not None:
-            fraction("start", start)
+            check_number("start", start, "[0, 1)")
         self._decay = None if isinstance(decay, str) else float(decay)
         least = 0.0 if self._decay is not None else _TAIL_START
         self._start = least if start is None else start
