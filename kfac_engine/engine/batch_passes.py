@@ -337,7 +337,7 @@ class BatchPasses:
 
         with self._assembly.collection.backend.shared_reads():
             backward = self._joined(traced, differentiate)
-            for of_batch in sums:
+            for of_batch in sums if count > 1 else ():
                 of_batch.read_later()
         joined = self.model.joined_buffers(buffers[-count:]) if buffers else {}
         return backward._replace(buffers=joined, notes=tuple(notes))

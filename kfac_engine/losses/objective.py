@@ -122,6 +122,8 @@ class Residuals:
     sums: dict[tuple[int, str], tuple[Any, ...]] = field(default_factory=dict)
     # The argument of ``target_sums`` of each loss function; none if they are not known.
     centres: Sequence[Any] = ()
+    # The results of ``_squares`` for entries of ``sums``, which several methods read.
+    _known: dict[tuple[int, str], tuple[Any, Any]] = field(default_factory=dict)
 
     def add(
         self, number: int, loss: LossFunction, values: Values, seen: Observed, gradients: Values
@@ -138,6 +140,7 @@ class Residuals:
         sums = loss.target_sums(seen, gradients, *self.centres[number : number + 1])
         new = (observed, loss.expected_squares(values, weights), *sums)
         old = self.sums.get(key)
+        self._known.clear()
         self.sums[key] = (
             new if old is None else tuple([_added(a, b) for a, b in zip(old, new, strict=True)])
         )
@@ -145,8 +148,8 @@ class Residuals:
     def read_later(self) -> None:
         """Move the sums to the host; see ``Backend.read_later``."""
         for key, entry in self.sums.items():
-            for place, number in enumerate(entry):
-                if on_device(number):
+            if on_device(entry[0]):
+                for place, number in enumerate(entry):
                     owner(number).read_later(number, partial(self._set, key, place))
 
     def _set(self, key: tuple[int, str], place: int, number: Array) -> None:
@@ -159,7 +162,10 @@ class Residuals:
         The expected sum is that of ``LossFunction.expected_squares``. For a loss whose predictions
         have the unit of their targets, it is the sum at the mean of the targets of each feature.
         """
-        observed, expected = map(sum, zip(*map(_squares, self.sums.values()), strict=True))
+        observed, expected = 0.0, 0.0
+        for key in self.sums:
+            of_loss, expected_of_loss = self._squares(key)
+            observed, expected = observed + of_loss, expected + expected_of_loss
         return (observed / (expected + (expected == 0))) ** 0.5
 
     def noise(self) -> Any:
@@ -169,7 +175,9 @@ class Residuals:
         noise is 1 without a loss whose predictions have the unit of their targets.
         """
         pairs = [
-            (np.minimum(*_squares(sums)), sums[1]) for sums in self.sums.values() if len(sums) > 2
+            (np.minimum(*self._squares(key)), sums[1])
+            for key, sums in self.sums.items()
+            if len(sums) > 2
         ]
         observed, expected = map(sum, zip(*pairs, strict=True)) if pairs else (1.0, 1.0)
         return observed / (expected + (expected == 0))
@@ -181,8 +189,8 @@ class Residuals:
         from the predictions if that is larger.
         """
         return {
-            name: np.sqrt(np.maximum(*_squares(sums)) / sums[2])
-            for (_, name), sums in self.sums.items()
+            key[1]: np.sqrt(np.maximum(*self._squares(key)) / sums[2])
+            for key, sums in self.sums.items()
             if len(sums) > 2 and (is_recorded(sums[2]) or sums[2] > 0)
         }
 
@@ -190,19 +198,19 @@ class Residuals:
         """Return how far predictions are from the unit of their targets, by loss as ``spreads``."""
         return {name: _misfit(sums) for (_, name), sums in self.sums.items() if len(sums) > 2}
 
+    def _squares(self, key: tuple[int, str]) -> tuple[Any, Any]:
+        """Return the sum of the squared gradients of a loss, and the expected one."""
+        if key not in self._known:
+            observed, expected, *of_targets = self.sums[key]
+            if of_targets:
+                deviations, differ = _deviations(of_targets[1:])
+                expected = np.where(differ, deviations, expected)
+            self._known[key] = observed, expected
+        return self._known[key]
+
 
 # Square of the deviations of equal targets, relative to the square of the targets: rounding.
 _EQUAL = 1e-12
-
-
-def _squares(sums: tuple[Any, ...]) -> tuple[Any, Any]:
-    """Return the sum of the squared gradients, and the expected one."""
-    observed, expected, *of_targets = sums
-    if not of_targets:
-        return observed, expected
-    _, *of_targets = of_targets
-    deviations, differ = _deviations(of_targets)
-    return observed, np.where(differ, deviations, expected)
 
 
 def _deviations(of_targets: Sequence[Any]) -> tuple[Any, Any]:

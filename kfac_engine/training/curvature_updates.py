@@ -162,7 +162,8 @@ class CurvatureUpdates:
         """Return the updates of a step; ``examples`` is the batch size over all processes."""
         bound = self.planner.bound(step, examples)
         inverses = bool(self.planner.refreshes(step, bound))
-        return DueUpdates(step, self.planner.observes(step), inverses, bound)
+        self._latest = DueUpdates(step, self.planner.observes(step), inverses, bound)
+        return self._latest
 
     def update(
         self,
@@ -183,7 +184,6 @@ class CurvatureUpdates:
             by_example: Whether gradients of single examples are measured in any case.
         """
         fisher, passes, planner = self._engine.fisher, self._engine.passes, self.planner
-        self._latest = due
         # A refresh begins with messages, which follow a vote.
         votes = due.inverses and not due.statistics
         with passes.agreement.operation("statistics", ends=votes):
@@ -217,6 +217,8 @@ class CurvatureUpdates:
         latest = self._latest
         if latest.statistics:
             self.planner.observed = latest.step
+        if not latest.inverses:
+            return ()
         refreshed = self._engine.fisher.advance(self.planner, latest.step)
         return tuple(self._names[key] for key in refreshed)
 

@@ -437,8 +437,9 @@ class KfacOptimizer(Optimizer):
         ``bound`` is an upper bound of the norm of the gradients, if it is known.
         """
         rule, due = self._rule, self._curvature.due(self.steps, step.examples)
-        if due.statistics or due.inverses:
-            undo.protect(step.gradients, -1.0, inf if step.rate > _LARGE_RATE else bound)
+        if not (due.statistics or due.inverses):
+            return
+        undo.protect(step.gradients, -1.0, inf if step.rate > _LARGE_RATE else bound)
         rare = due.statistics and rule is self._given and self.measures_whole(self._slots)
         whole = rule.whole or bool(rare)
         self._curvature.update(due, step.batch, step.clock, whole=whole, by_example=rule.whole)

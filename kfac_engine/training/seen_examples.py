@@ -7,7 +7,7 @@ often they come again tells how often examples come again.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from math import gcd, prod
 from typing import Any
 from zlib import crc32
@@ -33,7 +33,7 @@ _SHIFT, _MIX = np.uint64(33), np.uint64(0xFF51AFD7ED558CCD)
 _TO_UNIT = np.uint64(12)  # 52 bits remain, so that adding 1/2 is exact
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class SeenExamples:
     """The examples of all steps so far."""
 
@@ -44,21 +44,28 @@ class SeenExamples:
     # How often each example of ``least`` has been seen, ``(1024,)``; 0 where there are fewer.
     times: Array = field(default_factory=lambda: np.zeros(_KEPT))
 
+    @cached_property
+    def _sample(self) -> tuple[float, int]:
+        """How often the examples of ``least`` have been seen together, and their number."""
+        return float(self.times.sum()), int(np.count_nonzero(self.times))
+
     @property
     def scarcity(self) -> float:
         """``scarcity`` of the examples of all steps."""
-        different = np.count_nonzero(self.times)
-        return float(scarcity(self.count, self.times.sum(), different)) if different else 0.0
+        seen, different = self._sample
+        return float(scarcity(self.count, seen, different)) if different else 0.0
 
     @property
     def share(self) -> float:
         """Part of the examples of all steps that came again."""
-        return float(1 - np.count_nonzero(self.times) / max(self.times.sum(), 1))
+        seen, different = self._sample
+        return 1 - different / max(seen, 1.0)
 
     @property
     def different(self) -> float:
         """Estimated number of different examples of all steps; 1 without fingerprints."""
-        return max(float(self.count * np.count_nonzero(self.times) / max(self.times.sum(), 1)), 1.0)
+        seen, different = self._sample
+        return max(self.count * different / max(seen, 1.0), 1.0)
 
     @property
     def many(self) -> bool:

@@ -216,12 +216,14 @@ def test_a_rank_that_fails_before_a_refresh_is_an_error_of_all(distribution):
         engine = engine_on(communicator, distribution=distribution)
         optimizer = ke.KfacOptimizer(engine, 0.01, statistics_every=2, refresh_every=3)
         batch, refreshed = part_of(0, communicator), []
-        for _ in range(9):
+        for step in range(9):
+            due = optimizer._curvature.due(step, 2 * len(batch[1]))
             with pytest.MonkeyPatch.context() as patch:
                 if communicator.rank == 1:
                     patch.setattr(engine.estimator.factors[0], "wait", _no_memory)
-                with pytest.raises(ke.RankError, match="rank 1 of 2 refused: MemoryError"):
-                    optimizer.step(*batch)
+                if due.statistics or due.inverses:
+                    with pytest.raises(ke.RankError, match="rank 1 of 2 refused: MemoryError"):
+                        optimizer.step(*batch)
             refreshed.append(bool(optimizer.step(*batch).refreshed))
         return refreshed
 
