@@ -175,19 +175,10 @@ class Backend(Protocol):
     def run_parallel(self, tasks: Sequence[Task]) -> None:
         """Run independent tasks, in threads on a CPU, and wait for them."""
 
-    def row_blocks(self, length: int, work: float) -> list[slice]:
-        """Return slices of ``range(length)``, one for each thread that the work occupies.
-
-        ``work`` is the number of multiplications along the whole axis.
-        """
-
     # -- products ---------------------------------------------------------------------------------
 
     def matmul(self, x: Array, y: Array, out: Array | None = None) -> Array:
         """Return the product ``x y`` of matrices or stacks of matrices, in ``out`` if not None."""
-
-    def add_outer(self, out: Array, x: Array, y: Array, alpha: float, beta: float) -> None:
-        """Compute ``out ← beta·out + alpha·x yᵀ`` of vectors, in place."""
 
     def add_scaled(self, out: Array, measured: Array, alpha: float, beta: float) -> None:
         """Compute ``out ← beta·out + alpha·measured``, in place; ``beta = 0`` overwrites."""

@@ -6,7 +6,7 @@ from math import prod
 from types import ModuleType
 from typing import ClassVar
 
-from kfac_engine._types import Array, DType, Rows, Vector
+from kfac_engine._types import Array, Rows, Vector
 from kfac_engine.backend.namespace import recordable
 from kfac_engine.errors import InputError, ShapeError, UnsupportedError
 
@@ -175,30 +175,6 @@ class Packing:
         )
         return plain
 
-    def empty_parts(
-        self, parts: Sequence[Array], dtype: DType, xp: ModuleType
-    ) -> tuple[Array, ...]:
-        """Allocate arrays with the shapes of ``parts`` and the strides that ``joined`` needs."""
-        matrix, *bias = parts
-        if _LAYOUTS[self.weight_format].outputs_first:
-            rows = xp.empty(matrix.shape[::-1], dtype).T
-        else:
-            rows = xp.empty(matrix.shape, dtype)
-        return rows, *(xp.empty(part.shape, dtype) for part in bias)
-
-    def joined(self, parts: Sequence[Array], like: Vector) -> Vector:
-        """Convert parts to contiguous arrays in the shapes and types of ``like``.
-
-        This is the inverse of ``parts``. The arguments come from ``empty_parts``; the result may
-        use their memory.
-        """
-        assert not isinstance(like, Rows)  # ``parts`` refuses them
-        arrays = like if isinstance(like, tuple | list) else (like,)
-        weight = self.from_rows(parts[0], arrays[0])
-        if not self.has_bias:
-            return (weight,) if isinstance(like, tuple | list) else weight
-        return weight, parts[1].reshape(arrays[1].shape).astype(arrays[1].dtype, copy=False)
-
     def from_rows(self, rows: Array, like: Array) -> Array:
         """Convert rows to a contiguous weight in the shape and type of ``like``; see ``joined``."""
         layout, shape = _LAYOUTS[self.weight_format], like.shape
@@ -215,7 +191,7 @@ class Packing:
         """
         matrix, *bias = self.parts(vector, where)
         if not bias:
-            return matrix.copy()
+            return matrix.copy(order="K")
         packed: Array = xp.concatenate([matrix, bias[0][None]])
         return packed
 

@@ -41,32 +41,6 @@ def test_packed_rows_are_taps_inputs_and_bias(weight_format, has_bias):
     assert packing.kernel(weight.shape) == tuple(SIDES[axis] for axis in spatial)
 
 
-@pytest.mark.parametrize("weight_format", [*FORMATS, "WOI", "IOW", "HWOI", "IOHW", "IODHW"])
-@pytest.mark.parametrize("has_bias", [False, True], ids=["weight", "weight and bias"])
-def test_joined_is_inverse_of_parts(weight_format, has_bias):
-    packing = Packing(weight_format, has_bias)
-    weight, bias = weight_of(weight_format), -1.0 - np.arange(packing_outputs(weight_format))
-    vector = (weight, bias) if has_bias else weight
-    parts = packing.parts(vector, "w")
-    np.testing.assert_array_equal(np.vstack(parts), packing.pack(vector, "w", np))
-    rooms = packing.empty_parts(parts, np.dtype(np.float64), np)
-    for room, part in zip(rooms, parts, strict=True):
-        room[...] = part
-    joined = packing.joined(rooms, vector)
-    pairs = zip(joined, vector, strict=True) if has_bias else [(joined, weight)]
-    for found, expected in pairs:
-        np.testing.assert_array_equal(found, expected)
-        assert found.flags.c_contiguous
-        assert not np.shares_memory(found, expected)
-
-
-def packing_outputs(weight_format):
-    """Columns of the packed matrix: outputs, with taps in a transposed convolution."""
-    inputs_apart = weight_format in ("WOI", "IOW", "HWOI", "IOHW", "IODHW")
-    axes = [axis for axis in weight_format if axis == "O" or (inputs_apart and axis in "DHW")]
-    return np.prod([SIDES[axis] for axis in axes])
-
-
 @pytest.mark.parametrize("weight_format", ["IO", "OI", "OIHW"])
 def test_parts_of_a_weight_without_taps_are_views(weight_format):
     shape = tuple({"I": 3, "O": 4}.get(axis, 1) for axis in weight_format)

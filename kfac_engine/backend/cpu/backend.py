@@ -83,14 +83,8 @@ class NumpyBackend:
     def run_parallel(self, tasks: Sequence[Task]) -> None:
         run_parallel(tasks, self.workers)
 
-    def row_blocks(self, length: int, work: float) -> list[slice]:
-        return self.workers.row_blocks(length) if work >= WORTH_WAKING else [slice(0, length)]
-
     def matmul(self, x: Array, y: Array, out: Array | None = None) -> Array:
         return blas.matmul(x, y, out, self.workers)
-
-    def add_outer(self, out: Array, x: Array, y: Array, alpha: float, beta: float) -> None:
-        blas.add_outer(out, x, y, alpha, beta)
 
     def second_moment(
         self,

@@ -16,7 +16,7 @@ import numpy as np
 from scipy.linalg import cython_blas, cython_lapack
 
 from kfac_engine._types import Array
-from kfac_engine.backend.threads import WORTH_WAKING, Workers, single_threaded_blas
+from kfac_engine.backend.threads import WORTH_WAKING, Workers
 
 # Indices of the operands among the arguments of GEMM.
 _Y, _X = 6, 8
@@ -266,11 +266,6 @@ _ROUTINES = {
 }
 
 
-# Number of entries below which a separate product is faster than BLAS in place. With two threads,
-# they take 0.05 ms and 0.12 ms for 577 × 64, and 0.30 ms and 0.17 ms for 1025 × 256.
-_SMALL = 1 << 17
-
-
 def matmul(x: Array, y: Array, out: Array | None, workers: Workers) -> Array:
     """Return the product ``x y`` of matrices, stacks of matrices, or vectors.
 
@@ -294,22 +289,6 @@ def matmul(x: Array, y: Array, out: Array | None, workers: Workers) -> Array:
     ]
     workers.run(calls)
     return out
-
-
-def add_outer(out: Array, x: Array, y: Array, alpha: float, beta: float) -> None:
-    """Compute ``out ← beta·out + alpha·x yᵀ`` in place, without scratch memory if it is large.
-
-    ``out`` is ``(m, n)``, float32 or float64, with adjacent elements in each row. The vectors have
-    any stride and are converted to its type.
-    """
-    if out.size < _SMALL:
-        out *= beta
-        out += x[:, None] * (alpha * y)
-        return
-    column, row = (vector[:, None].astype(out.dtype, copy=False) for vector in (x, y))
-    column, row = (side if layout(side) else side.copy() for side in (column, row))
-    with single_threaded_blas():
-        gemm(column, row, out, alpha=alpha, beta=beta)
 
 
 def _part(operand: Array, rows: slice, out: Array) -> Array:

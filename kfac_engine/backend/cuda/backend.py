@@ -132,17 +132,9 @@ class CupyBackend:
         finally:
             self._runs_tasks = self._fits = False
 
-    def row_blocks(self, length: int, work: float) -> list[slice]:
-        del work  # one kernel occupies the whole device
-        return [slice(0, length)]
-
     def matmul(self, x: Array, y: Array, out: Array | None = None) -> Array:
         product: Array = self.xp.matmul(x, y, out=out)
         return product
-
-    def add_outer(self, out: Array, x: Array, y: Array, alpha: float, beta: float) -> None:
-        out *= beta
-        out += x[:, None] * (alpha * y)
 
     def second_moment(
         self,

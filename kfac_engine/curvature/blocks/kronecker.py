@@ -50,11 +50,7 @@ from kfac_engine.curvature.factors.statistics import (
     Uses,
 )
 from kfac_engine.curvature.factors.sua import PixelCovariance, SpatiallyUncorrelatedFactor
-from kfac_engine.curvature.linalg.kronecker import (
-    multiply_parts,
-    pi_correction,
-    symmetric_product,
-)
+from kfac_engine.curvature.linalg.kronecker import pi_correction, symmetric_product
 from kfac_engine.errors import InputError, NotReadyError, RegistrationError, UnsupportedError
 from kfac_engine.layers.layer_forms import LayerForm
 from kfac_engine.layers.packing import Packing
@@ -297,17 +293,15 @@ class KroneckerProductFB(FisherBlock):
 
     def multiply_matpower(self, vector: Vector, exp: float) -> Vector:
         vector = self._operand(vector)
-        scale = float(self.repeats) ** exp
-        left, right = self._stored(exp)
-        if left is not None and right is not None:
-            return self._between(left, right, vector, scale, self.packing)
         (A, G), (damping_a, damping_g) = self.factors, self._dampings
         V = self._pack(vector)
         V = G.right_multiply_matpower(A.left_multiply_matpower(V, exp, damping_a), exp, damping_g)
-        return self.packing.unpack(scale * V, vector)
+        scale = float(self.repeats) ** exp
+        return self.packing.unpack(V if scale == 1.0 else scale * V, vector)
 
     def multiply_weight(self, weight: Array, exp: float) -> Array:
-        left, right = self._stored(exp)
+        (A, G), (damping_a, damping_g) = self.factors, self._dampings
+        left, right = A.stored_power(exp, damping_a), G.stored_power(exp, damping_g)
         if left is None or right is None:
             return super().multiply_weight(weight, exp)
         packing, backend = self.form.packing, self._collection.backend
@@ -342,23 +336,6 @@ class KroneckerProductFB(FisherBlock):
         return block
 
     # -- private ----------------------------------------------------------------------------------
-
-    def _stored(self, exp: float) -> tuple[Array | None, Array | None]:
-        """Return the powers of both factors; None for one that is not stored as a matrix."""
-        (A, G), (damping_a, damping_g) = self.factors, self._dampings
-        return A.stored_power(exp, damping_a), G.stored_power(exp, damping_g)
-
-    def _between(
-        self, left: Array, right: Array, vector: Vector, scale: float, packing: Packing
-    ) -> Vector:
-        """Return ``scale · left V right`` for symmetric matrices, without packing the vector."""
-        backend = self._collection.backend
-        parts = packing.parts(vector, self.params)
-        dtype = backend.xp.result_type(left, right, *parts)
-        parts = tuple([part.astype(dtype, copy=False) for part in parts])
-        out = packing.empty_parts(parts, dtype, backend.xp)
-        multiply_parts(left, right, parts, out, backend, scale=scale)
-        return packing.joined(out, vector)
 
     def _multiply_root(self, vector: Vector, *, transpose: bool, inverse: bool) -> Vector:
         """Return ``√c·L_A V L_Gᵀ``, or the product with the inverse, the transpose or both."""

@@ -122,8 +122,7 @@ class DenseSquareMatrixFactor(FisherFactor):
         if exp == 1:
             fresh: Array = self.backend.matmul(x, self._matrix()) + self._added(x.T, damping_func).T
             return fresh
-        product: Array = self.backend.matmul(x, self._read(float(exp), damping_func))
-        return product
+        return symmetric_product(self._read(float(exp), damping_func), x.T, self.backend).T
 
     def left_multiply_cholesky(
         self, x: Array, damping_func: Damping, *, transpose: bool, inverse: bool

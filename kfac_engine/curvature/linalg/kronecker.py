@@ -1,17 +1,10 @@
-"""Multiplies by ``A ⊗ G`` without forming it, and splits the damping between A and G.
+"""Multiplies by a symmetric factor, and splits the damping between the factors A and G."""
 
-A gradient of a layer is a matrix ``V``, ``(d_in, d_out)``, flattened row by row. Entry
-``[i·d_out + o, j·d_out + p]`` of ``A ⊗ G`` is ``A[i, j]·G[o, p]``.
-"""
-
-from collections.abc import Sequence
-from functools import partial
 from math import isfinite, sqrt
 
 from kfac_engine._types import Array
 from kfac_engine.backend.protocol import Backend
-from kfac_engine.backend.threads import Task
-from kfac_engine.errors import InputError, NonFiniteError, ShapeError
+from kfac_engine.errors import InputError, NonFiniteError
 
 # Up to this number of rows, BLAS multiplies rows by a matrix of this side, or a larger one, faster
 # than the matrix by as many columns.
@@ -19,66 +12,15 @@ _FEW, _LARGE = 64, 256
 
 
 def symmetric_product(matrix: Array, x: Array, backend: Backend) -> Array:
-    """Return ``matrix · x`` of a symmetric matrix, or of a stack of them."""
-    if x.shape[-1] <= _FEW and matrix.shape[-1] >= _LARGE:
-        return backend.matmul(x.swapaxes(-2, -1), matrix).swapaxes(-2, -1)
-    return backend.matmul(matrix, x)
+    """Return ``matrix · x`` of a symmetric matrix, or of a stack of them, in the order of ``x``.
 
-
-def multiply_parts(
-    A: Array,
-    G: Array,
-    V: Sequence[Array],
-    out: Sequence[Array],
-    backend: Backend,
-    *,
-    scale: float = 1.0,
-) -> None:
-    """Compute ``scale · A V G`` of symmetric A and G, and V with its last row in a separate array.
-
-    ``V`` has the rows of the gradient but the last, ``(d_in − 1, d_out)``, and the last,
-    ``(d_out,)``, or all rows in one array. The weight and the bias of a layer are two arrays, with
-    any strides; neither is copied. ``out`` has arrays of the shapes of ``V`` in other memory. The
-    rows of ``A`` are divided among threads; a task computes both products of its rows.
+    If the columns of ``x`` are contiguous, those of the result are, so that nothing is transposed.
     """
-    d_in, d_out = len(V[0]) + len(V) - 1, V[0].shape[-1]
-    if A.shape != (d_in, d_in) or G.shape != (d_out, d_out):
-        raise ShapeError(
-            f"factors of shapes {A.shape} and {G.shape} cannot multiply a gradient of shape "
-            f"{(d_in, d_out)}."
-        )
-    work = float(d_in) * d_out * (d_in + d_out)
-    multiply = partial(_multiply_rows, A, G, V, out, backend, scale)
-    bands = backend.row_blocks(d_in, work)
-    if len(bands) == 1:
-        multiply(bands[0])
-    else:
-        backend.run_parallel([Task(work / len(bands), partial(multiply, band)) for band in bands])
-
-
-def _multiply_rows(
-    A: Array,
-    G: Array,
-    V: Sequence[Array],
-    out: Sequence[Array],
-    backend: Backend,
-    scale: float,
-    rows: slice,
-) -> None:
-    """Compute a slice of the rows of ``scale · A V G``."""
-    weights = len(V[0])
-    if len(V) > 1:
-        product = backend.matmul(A[rows, :weights], V[0])
-        backend.add_outer(product, A[rows, weights], V[1], scale, scale)
-    else:
-        one_band = rows.stop - rows.start == len(A)
-        product = symmetric_product(A, V[0], backend) if one_band else backend.matmul(A[rows], V[0])
-        if scale != 1.0:
-            product *= scale
-    above = slice(rows.start, min(rows.stop, weights))
-    backend.matmul(product[: above.stop - above.start], G, out[0][above])
-    if rows.stop > weights:
-        backend.matmul(product[-1], G, out[1])
+    transposed = x.swapaxes(-2, -1)
+    by_column = transposed.flags.c_contiguous and not x.flags.c_contiguous
+    if by_column or (x.shape[-1] <= _FEW and matrix.shape[-1] >= _LARGE):
+        return backend.matmul(transposed, matrix).swapaxes(-2, -1)
+    return backend.matmul(matrix, x)
 
 
 def pi_correction(trace_a: float, dim_a: int, trace_g: float, dim_g: int) -> float:

@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 
-from kfac_engine.backend.cpu import blas
-from kfac_engine.backend.cpu.blas import add_outer, matmul
+from kfac_engine.backend.cpu.blas import matmul
 from kfac_engine.backend.threads import WORTH_WAKING, Workers
 
 # Sums of at most 2000 products of order one, in float64; threads cut none of them.
@@ -62,27 +61,3 @@ def test_matmul_writes_to_views_of_any_order(left, right, turned):
 def test_matmul_of_two_types_has_wider_type():
     x, y = room((900, 500), 0).astype(np.float32), room((500, 400), 1)
     assert matmul(x, y, None, Workers(2)).dtype == np.float64
-
-
-VECTORS = {
-    "adjacent": lambda x: x[:7].copy(),
-    "column": lambda x: np.stack([x[:7]] * 3, 1)[:, 1],
-    "backwards": lambda x: x[6::-1],
-    "repeated": lambda x: np.broadcast_to(x[:1], 7),
-}
-
-
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
-@pytest.mark.parametrize("y", VECTORS.values(), ids=VECTORS)
-@pytest.mark.parametrize("x", VECTORS.values(), ids=VECTORS)
-@pytest.mark.parametrize("small", [0, 1 << 17], ids=["by_blas", "by_numpy"])
-def test_add_outer_adds_in_place(monkeypatch, small, x, y, dtype):
-    monkeypatch.setattr(blas, "_SMALL", small)
-    x, y, old = x(room(9, 0).astype(np.float32)), y(room(9, 1).astype(dtype)), room((7, 7), 2)
-    whole = np.full((7, 9), 7.0, dtype)
-    out = whole[:, 1:8]
-    out[...] = old
-    add_outer(out, x, y, 0.5, 0.25)
-    expected = 0.25 * old.astype(dtype).astype(np.float64) + 0.5 * np.einsum("i,j->ij", x, y)
-    np.testing.assert_allclose(out, expected, atol=10 * np.finfo(dtype).eps)
-    assert (whole[:, [0, 8]] == 7.0).all()
