@@ -53,7 +53,7 @@ def multiply(
         present = [name for name in names if name in vectors]
         if not present:
             continue
-        if present not in ([names[0]], [*names]):
+        if len(present) < len(names) and present != [names[0]]:
             raise InputError(
                 f"{', '.join(names)} form one block; give the gradients of all of them."
             )

@@ -463,9 +463,10 @@ class Fisher(Sealed):
         rest = 1.0 if whole else self.identity_damping**exp
         with self.division.multiplying():
             owned = self.division.owned(vectors)
-            pieces = split(self.slices, owned)
-            blocks = block_products.multiply(self._collection, pieces, product)
-            products = {n: join(self.slices[n], blocks, v, rest) for n, v in owned.items()}
+            pieces = owned if whole else split(self.slices, owned)
+            products = block_products.multiply(self._collection, pieces, product)
+            if not whole:
+                products = {n: join(self.slices[n], products, v, rest) for n, v in owned.items()}
             check_products(products, self._collection.backend, exp)
         return self.to_file(self.division.share(products, tuple(names or vectors)))
 

@@ -40,11 +40,8 @@ class LayerInput:
 
     def squares(self, values: Values, backend: Backend) -> Array:
         """Return the squares of the features, ``(rows, features)``."""
-        first, *others = (self._of_use(backend.asarray(values[name])) for name in self.names)
-        if not others:
-            return first
-        together: Array = array_module(first).concatenate([first, *others])
-        return together
+        of_uses = [self._of_use(backend.asarray(values[name])) for name in self.names]
+        return _together(of_uses, axis=0)
 
     def _of_use(self, x: Any) -> Array:
         if x.dtype.itemsize < np.dtype(np.float32).itemsize:
@@ -91,9 +88,8 @@ class FeaturePowers:
         if not self._inputs:
             return
         with np.errstate(over="ignore"):
-            every = [source.squares(values, self._backend) for source in self._inputs]
-        means = [_means(squares) for squares in every]
-        sums = array_module(means[0]).concatenate(means, axis=1) * examples
+            means = [_means(source.squares(values, self._backend)) for source in self._inputs]
+        sums = _together(means, axis=1) * examples
         for of_loss in weights:
             if of_loss is not None:
                 hidden = np.logical_not(of_loss > 0).astype(np.int64).sum() > 0
@@ -112,6 +108,14 @@ class FeaturePowers:
     def _set(self, sums: Array) -> None:
         assert self.sums is not None, "they were read"
         self.sums = sums.astype(self.sums.dtype, copy=False)
+
+
+def _together(arrays: Sequence[Array], axis: int) -> Array:
+    """Return arrays one after the other along an axis; a single array itself."""
+    if len(arrays) == 1:
+        return arrays[0]
+    together: Array = array_module(arrays[0]).concatenate(arrays, axis=axis)
+    return together
 
 
 def _means(squares: Any) -> Array:

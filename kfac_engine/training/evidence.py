@@ -8,8 +8,9 @@ Source: D. J. C. MacKay 1992, "Bayesian interpolation", Neural Computation 4(3),
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from math import sqrt
+from typing import NamedTuple
 
 import numpy as np
 
@@ -35,8 +36,7 @@ _PASSES = 12
 _LEAST = 1e-30  # least divisor
 
 
-@dataclass(frozen=True, slots=True)
-class Evidence:
+class Evidence(NamedTuple):
     """What the steps so far tell about the precisions of weights."""
 
     residual: float = 1.0  # average of the residuals of the steps, at most 1
@@ -98,9 +98,9 @@ class ShrinkageByEvidence:
         noise has the unit of the targets.
         """
         part = max(1 - _DECAY, 1 / (step + 1))
-        residual = evidence.residual + part * (min(size, 1.0) - evidence.residual)
-        return replace(
-            evidence, residual=residual, noise=evidence.noise + part * (noise - evidence.noise)
+        return evidence._replace(
+            residual=evidence.residual + part * (min(size, 1.0) - evidence.residual),
+            noise=evidence.noise + part * (noise - evidence.noise),
         )
 
     def _knows(self, seen: SeenExamples) -> bool:
@@ -117,7 +117,7 @@ class ShrinkageByEvidence:
         """Return the evidence with precisions from the averages of the blocks and the weights."""
         scale = seen.scarcity * evidence.noise
         precisions = tuple([_precision(b, values[n], scale) for n, b in self.blocks.items()])
-        return replace(evidence, due=int(_GROWTH * step) + 1, precisions=precisions)
+        return evidence._replace(due=int(_GROWTH * step) + 1, precisions=precisions)
 
     def strengths(self, evidence: Evidence) -> dict[str, float]:
         """Return the multiple of each weight that its gradient receives."""

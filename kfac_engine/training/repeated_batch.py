@@ -7,9 +7,8 @@ rises, the parameters before the trial return.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
 from sys import float_info
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 import numpy as np
 
@@ -36,8 +35,7 @@ _LEFT_OUT = 0.2
 _SCALE = 2.0**30
 
 
-@dataclass(frozen=True, slots=True)
-class RepeatedBatch:
+class RepeatedBatch(NamedTuple):
     """What the steps of a run tell about the next one."""
 
     mark: float = -1.0  # the ``mark`` of the last batch
@@ -52,17 +50,17 @@ class RepeatedBatch:
     counted: float = 0.0  # number of exact steps in the sample space, up to four
     iterations: float = 0.0  # their iterations
 
-    def after(self, mark: float, loss: float) -> Self:
+    def after(self, mark: float, loss: float) -> "RepeatedBatch":
         """Return the state for a step, from the ``mark`` and the loss of its batch."""
         if mark != self.mark:
-            return type(self)(mark, first=loss)
-        return replace(self, repeats=self.repeats + 1)
+            return RepeatedBatch(mark, first=loss)
+        return self._replace(repeats=self.repeats + 1)
 
-    def following(self, rule: int) -> Self:
+    def following(self, rule: int) -> "RepeatedBatch":
         """Return this state, with the exact rule of this number for the steps that follow."""
-        return replace(self, rule=float(rule))
+        return self._replace(rule=float(rule))
 
-    def solved(self, iterations: int) -> Self:
+    def solved(self, iterations: int) -> "RepeatedBatch":
         """Return the state after a step, from the iterations of one in the sample space.
 
         The second of the exact rules takes its place if the first steps needed many iterations.
@@ -71,7 +69,8 @@ class RepeatedBatch:
             return self
         counted, total = self.counted + 1, self.iterations + iterations
         slow = counted == _COUNTED and total > _COUNTED * _MOST_ITERATIONS
-        return replace(self, counted=counted, iterations=total, rule=1.0 if slow else self.rule)
+        rule = 1.0 if slow else self.rule
+        return self._replace(counted=counted, iterations=total, rule=rule)
 
     @property
     def exact(self) -> bool:
@@ -83,18 +82,18 @@ class RepeatedBatch:
         """Whether the step is exact and leaves examples out."""
         return self.exact and self.trial < _TRIAL[int(self.rule)]
 
-    def judged(self, fitted: float, left_out: float) -> Self:
+    def judged(self, fitted: float, left_out: float) -> "RepeatedBatch":
         """Return the state after a step of a trial, from the losses of both groups of examples."""
         least = min(self.least, left_out)
         refused = left_out - least > _RISE * max(self.first - fitted, 0.0)
-        return replace(self, trial=self.trial + 1, least=least, refused=float(refused))
+        return self._replace(trial=self.trial + 1, least=least, refused=float(refused))
 
     def saved(self) -> dict[str, Array]:
         """Return the arrays of a checkpoint."""
-        return {field.name: np.array(getattr(self, field.name)) for field in fields(self)}
+        return {name: np.array(number) for name, number in self._asdict().items()}
 
     @classmethod
-    def restored(cls, saved: Mapping[str, Array]) -> Self:
+    def restored(cls, saved: Mapping[str, Array]) -> "RepeatedBatch":
         """Return the state of ``saved``."""
         return cls(**{name: float(array) for name, array in saved.items()})
 

@@ -6,7 +6,6 @@ that exist.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import accumulate, pairwise
 from math import prod
 from typing import Any, TypeAlias
 
@@ -134,11 +133,12 @@ def block_of(state: Vector, names: tuple[str, ...]) -> Array:
 
 def separated(entries: Array, like: Vector) -> dict[str, Array]:
     """Return views of the entries of one axis, in the shapes of arrays that follow one another."""
-    ends = accumulate((prod(value.shape) for value in like.values()), initial=0)
-    return {
-        name: entries[start:stop].reshape(value.shape)
-        for (start, stop), (name, value) in zip(pairwise(ends), like.items(), strict=True)
-    }
+    views, start = dict[str, Array](), 0
+    for name, value in like.items():
+        stop = start + prod(value.shape)
+        views[name] = entries[start:stop].reshape(value.shape)
+        start = stop
+    return views
 
 
 def parts(*arrays: Array) -> Iterator[tuple[Array, ...]]:
