@@ -6,7 +6,7 @@ was short.
 """
 
 from collections import ChainMap
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import partial
 from math import inf, log, sqrt
@@ -301,9 +301,8 @@ class AdaptiveLengthUpdate(Update):
     def begin(self, step: StepInputs) -> Callable[[], Move]:
         """Start to compute the inner products that decide on a step; see ``Update.begin``."""
         directions, gradients = step.slots["natural_gradient"], self.units.split(step.gradients)
-        of_weights = {name: gradients[name] for name in directions}
-        pairs = (of_weights, directions), (of_weights, of_weights)
-        return partial(self._finish, step, self._products(step, *pairs))
+        products = self._products(step, (gradients, directions), (gradients, gradients))
+        return partial(self._finish, step, products)
 
     def _finish(self, step: StepInputs, products: Callable[[], list[Products]]) -> Move:
         """Complete a step with the inner products of its gradient."""
@@ -451,8 +450,7 @@ class AdaptiveLengthUpdate(Update):
             return
         squares, due = [turn.squares], self.span.is_due(step.step, turn.onward)
         if due is not False:
-            of_weights = {name: averages[name] for name in self.units.weights}
-            squares += self._products(step, (of_weights, of_weights))()
+            squares += self._products(step, (averages, averages))()
         self.span.write(step.slots, step.new_slots, squares, due)
 
     def _measured(self, step: StepInputs, descent: Descent) -> list[Products]:
@@ -508,7 +506,7 @@ class AdaptiveLengthUpdate(Update):
 
         Args:
             step: The step.
-            pairs: Pairs of vectors; the second vector of each pair has an array for each weight.
+            pairs: Pairs of vectors by unit.
 
         Returns:
             A function that returns the inner products for each pair, on the host. The next read of
@@ -519,19 +517,19 @@ class AdaptiveLengthUpdate(Update):
         results: list[dict[str, Any]] = [{} for _ in pairs]
         waiting: list[tuple[dict[str, Any], str, Array, Array]] = []
         for (left, right), products in zip(pairs, results, strict=True):
-            for name, p in right.items():
+            for name, weight in self.units.weights.items():
+                x, y = left[name], right[name]
                 if slopes[name].ndim:  # several matrices
-                    weight = self.units.weights[name]
-                    product = (weight.matrices(left[name]) * weight.matrices(p)).sum(axis=(1, 2))
+                    product = (weight.matrices(x) * weight.matrices(y)).sum(axis=(1, 2))
                     products[name] = product
                     if many is not None:
                         backend.read_later(product, partial(products.__setitem__, name))
                 elif many is None:
-                    products[name] = np.vdot(left[name], p)
+                    products[name] = np.vdot(x, y)
                 else:
-                    waiting.append((products, name, left[name], p))
+                    waiting.append((products, name, x, y))
         if many is not None and waiting:
-            addends = many.inner_products([(left, right) for *_, left, right in waiting])
+            addends = many.inner_products([(x, y) for *_, x, y in waiting])
             backend.read_later(addends, partial(_fill, waiting))
 
         def on_host() -> list[Products]:
@@ -582,14 +580,14 @@ class AdaptiveLengthUpdate(Update):
         """
         last, new = step.slots["natural_gradient"], dict[str, Array]()
         wanted = [n for n, is_due in due.items() if is_due is True or is_recorded(is_due) or is_due]
-        of_weights = {names: g for names, g in joint.items() if names[0] in self.groups}
         portions, small = [wanted], dict[str, Array]()
         if _is_in_place(step):
             portions = self._portions(wanted, step)
-            shared = {names: g for names, g in of_weights.items() if names[1:] and portions[1:]}
-            small = self._ahead(step, shared, decay)
+            several = [names for names in joint if names[1:] and portions[1:]]
+            shared = {name for names in several for name in names if name in self.groups}
+            small = self._ahead(step, joint, shared, decay)
         for portion in portions:
-            new |= self._of_portion(portion, of_weights, small, decay, step)
+            new |= self._of_portion(portion, joint, small, decay, step)
         for name, direction in new.items():
             if due[name] is not True and is_recorded(due[name]):
                 chosen: Any = due[name]
@@ -600,7 +598,7 @@ class AdaptiveLengthUpdate(Update):
     def _of_portion(
         self,
         portion: Sequence[str],
-        of_weights: Mapping[tuple[str, ...], Array],
+        joint: Mapping[tuple[str, ...], Array],
         small: Vector,
         decay: Any,
         step: StepInputs,
@@ -608,13 +606,14 @@ class AdaptiveLengthUpdate(Update):
         """Return new directions of some weights; ``small`` are averages that are known already."""
         groups = {self.groups[name] for name in portion}
         blocks = {n: g for n, g in step.gradients.items() if self.groups.get(n) in groups}
-        needed = blocks.keys() - small.keys()
-        due_here = {names: g for names, g in of_weights.items() if not needed.isdisjoint(names)}
-        averages = {**small, **self._ahead(step, due_here, decay)}
-        ahead = self.units.split({name: averages[name] for name in blocks})
-        # Without biases: with their gradients, the directions of weights could point uphill.
-        alone = {n: a if n in self.roots else np.zeros_like(a) for n, a in ahead.items()}
-        natural = self.units.split(self.precondition(self.units.join(alone, blocks)))
+        averages = {**small, **self._ahead(step, joint, blocks.keys() - small.keys(), decay)}
+        vectors = {name: averages[name] for name in blocks}
+        ahead = self.units.split(vectors)
+        if self.units.divided:
+            # Without biases: with their gradients, the directions of weights could point uphill.
+            alone = {n: a if n in self.roots else np.zeros_like(a) for n, a in ahead.items()}
+            vectors = self.units.join(alone, blocks)
+        natural = self.units.split(self.precondition(vectors))
         return self._directions(portion, natural, ahead, step.examples)
 
     def portion_bytes(self, slots: SlotArrays) -> int:
@@ -632,9 +631,13 @@ class AdaptiveLengthUpdate(Update):
         return [*portions.values()]
 
     def _ahead(
-        self, step: StepInputs, joint: Mapping[tuple[str, ...], Array], decay: Any
+        self,
+        step: StepInputs,
+        joint: Mapping[tuple[str, ...], Array],
+        wanted: Set[str],
+        decay: Any,
     ) -> dict[str, Array]:
-        """Return averages one step ahead of groups of parameters, by parameter.
+        """Return averages one step ahead of the groups with wanted parameters, by parameter.
 
         They are in the memory of the new averages, unless this is that of the old ones.
         """
@@ -642,6 +645,8 @@ class AdaptiveLengthUpdate(Update):
         in_place, ahead = _is_in_place(step), dict[str, Array]()
         averages: list[tuple[Array, Any, Array, Any, Array]] = []
         for names, gradient in joint.items():
+            if wanted.isdisjoint(names):
+                continue
             mean = np.empty_like(block_of(old, names)) if in_place else block_of(new, names)
             averages.append((mean, decay, block_of(old, names), 1 - decay, gradient))
             like = {name: old[name] for name in names}
@@ -666,8 +671,9 @@ class AdaptiveLengthUpdate(Update):
             count = self._iterations(name, examples) if name in self.equal else 0
             if not isinstance(count, int) or count:
                 iterations[name] = count
-        if iterations:
-            directions |= self._at_once(natural, ahead, iterations)
+        if not iterations:
+            return directions
+        directions |= self._at_once(natural, ahead, iterations)
         matrices = {name: weights[name].matrices(natural[name]) for name in iterations}
         kinds = {n: self._kind(n, stack, iterations[n]) for n, stack in matrices.items()}
         for names in groups(matrices, kinds):

@@ -24,6 +24,7 @@ class Units:
 
     Attributes:
         weights: Weights by unit, for the units that are matrices.
+        divided: Whether a parameter has several units.
     """
 
     def __init__(
@@ -31,7 +32,7 @@ class Units:
     ) -> None:
         self.weights: dict[str, Piece] = {}
         self._parts: dict[str, tuple[ParameterSlice, ...]] = {}
-        self._divided = False  # whether a parameter has several units
+        self.divided = False
         trained = frozenset(names)
         for name, pieces in engine.pieces.items():
             weights = [piece for piece in pieces if piece.packing is not None and is_matrix(piece)]
@@ -39,7 +40,7 @@ class Units:
             whole = (ParameterSlice(name),)
             if name in trained:
                 self._parts[name] = tuple(piece.part for piece in pieces) if divided else whole
-                self._divided |= divided
+                self.divided |= divided
                 for piece in weights:
                     unit = piece.part.name if divided else name
                     part = ParameterSlice(unit) if divided else piece.part
@@ -67,14 +68,14 @@ class Units:
 
     def split(self, arrays: Vector) -> dict[str, Array]:
         """Return arrays by unit from arrays by parameter; other parameters are left out."""
-        if not self._divided and arrays.keys() <= self._parts.keys():
+        if not self.divided and arrays.keys() <= self._parts.keys():
             return dict(arrays)
         known = {name: array for name, array in arrays.items() if name in self._parts}
-        return parameter_slices.split(self._parts, known) if self._divided else known
+        return parameter_slices.split(self._parts, known) if self.divided else known
 
     def join(self, units: Vector, like: Vector) -> dict[str, Array]:
         """Return arrays by parameter; entries that belong to no unit are as in ``like``."""
-        if not self._divided:
+        if not self.divided:
             return {name: units[name] for name in like}
         return {
             name: parameter_slices.join(self._parts[name], units, array, rest=1.0)
