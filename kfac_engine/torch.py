@@ -116,7 +116,7 @@ class KFAC:
             chosen["train_form"] = True
         examples = _tensors(sample)
         if model is not None and dynamic_shapes is not None:
-            raise InputError("dynamic_shapes is for an export; leave it out, or model=.")
+            raise InputError("model= needs no export; leave model= or dynamic_shapes out.")
         source = _exported(module, examples, dynamic_shapes) if model is None else model
         self._exports = model is None
         loaded = load_model(source)
@@ -240,7 +240,7 @@ class KFAC:
     def _named(self, inputs: Sequence[torch.Tensor]) -> Mapping[str, torch.Tensor]:
         if len(inputs) != len(self._inputs):
             raise InputError(
-                f"the module has {len(self._inputs)} inputs in the file, got {len(inputs)}."
+                f"the file has {len(self._inputs)} inputs of the module, got {len(inputs)}."
             )
         return dict(zip(self._inputs, inputs, strict=True))
 

@@ -73,9 +73,11 @@ def laplace(model: Path, files: SimpleNamespace, prior: SimpleNamespace, as_json
     from kfac_engine.system.arrays import map_arrays
 
     if files.out is None and files.export is None:
-        raise InputError("nothing is asked for; name a file by --out, --export or both.")
+        raise InputError("there is nothing to write; name a file with --out, --export or both.")
     if (files.out is None) != (files.inputs is None):
-        raise InputError("--inputs has the queries of --out; give both or none of them.")
+        raise InputError(
+            "--out predicts for the queries in --inputs; give both options or neither."
+        )
     outputs = {"--out": files.out}
     if files.export is not None:
         outputs |= with_weights("--export", files.export)

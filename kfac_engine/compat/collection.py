@@ -582,8 +582,8 @@ class LayerCollection(LossMethods, core.LayerCollection):
         for key in self.fisher_blocks:
             if group.intersection(uses(key)) and group != set(uses(key)):
                 raise RegistrationError(
-                    f"{_named(group)} cannot be linked: a layer of {_named(uses(key))} is "
-                    f"registered, which is another group."
+                    f"{_named(group)} cannot be linked: {_named(uses(key))} is registered as a "
+                    f"layer, which is a different group."
                 )
         for linked in self._linked:
             if group & linked:

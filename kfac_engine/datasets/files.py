@@ -143,7 +143,7 @@ def separated(
     """
     if None in arrays:
         raise InputError(
-            f"'{path}' holds one array; data are an .npz file with the inputs by name and "
+            f"'{path}' holds one array; give an .npz file with the inputs by name and "
             f"'{TARGETS}', or a folder of such files."
         )
     try:

@@ -281,7 +281,7 @@ def split(counts: Sequence[int], fraction: float, seed: int) -> tuple[list[Array
     if not 0 < size < total:
         raise InputError(
             f"validation={fraction:g} of {total} examples leaves a part without examples; give "
-            f"more data, or validation data of their own."
+            f"more data, or separate validation data."
         )
     # A stream of its own: the streams of the epochs have no spawn key.
     stream = np.random.default_rng(np.random.SeedSequence(seed, spawn_key=(1,)))

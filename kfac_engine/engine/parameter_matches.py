@@ -72,7 +72,7 @@ class ParameterMatches:
         for name, value in arrays.items():
             if name not in known and name not in self.unmatched:
                 raise UnknownNameError(
-                    f"'{name}'{suggestion(name, known)} is none of the arrays that were matched."
+                    f"'{name}'{suggestion(name, known)} is not the name of a matched array."
                 )
             if value is None:
                 raise InputError(f"the array of '{name}' is None; leave the name out.")

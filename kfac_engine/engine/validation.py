@@ -59,7 +59,7 @@ def check_mode(estimation_mode: str, heads: Sequence[LossBinding], batch: Batch)
             raise UnsupportedError(
                 f"the estimation mode '{estimation_mode}' needs products with the Fisher matrix of "
                 f"the loss on '{head.output}', which have no closed form; choose 'gradients' or "
-                f"'empirical' of an engine, or fisher 'sampled' or 'empirical' of a curvature."
+                f"'empirical' for an engine, or fisher='sampled' or 'empirical' for a curvature."
             )
         place = batch.places.get(head.output)
         if place is None:  # a single number for the whole batch has no curvature
@@ -69,8 +69,8 @@ def check_mode(estimation_mode: str, heads: Sequence[LossBinding], batch: Batch)
                 f"the Fisher matrix '{estimation_mode}' needs the examples alone on the first axis "
                 f"of '{head.output}', but they lie on axis {place.axis}"
                 f"{' together with positions' if place.repeats > 1 else ''}; choose "
-                f"estimation_mode 'gradients' or 'empirical' of an engine, or fisher 'sampled' or "
-                f"'empirical' of a curvature."
+                f"estimation_mode 'gradients' or 'empirical' for an engine, or fisher='sampled' or "
+                f"'empirical' for a curvature."
             )
 
 
@@ -155,7 +155,7 @@ def check_variances(
                 f"BatchNormalization node '{node.name}' has one value for each channel in this "
                 f"batch of one example. Its result is then constant, and the layers before it have "
                 f"no gradient. Give two or more examples to each batch, and to each part of a "
-                f"batch, or train the form of inference."
+                f"batch, or train the inference form."
             )
 
 

@@ -110,7 +110,7 @@ def derivatives(  # noqa: PLR0913 (every choice a user has, each with a default)
     ]
     if not any(asked_for):
         raise InputError(
-            "no derivative is asked for; choose one or several of: jacobian=True, laplacian=True, "
+            "no derivative is chosen; give one or several of: jacobian=True, laplacian=True, "
             "hessian=True, directional=True, selected=[…]."
         )
     check_patterns("outputs", outputs)
@@ -254,8 +254,8 @@ def numbered(labels: Sequence[str], d: int) -> dict[str, int]:
 def _selected(features: Sequence[str | int], numbers: Mapping[str, int]) -> _Quantity:
     if isinstance(features, str) or not isinstance(features, Sequence):
         raise InputError(
-            f"selected has {features!r:.80}, not the features of a derivative; pass ('t',) for a "
-            f"first and ('x', 'x') for a second derivative, say."
+            f"selected has {features!r:.80}, which is not a tuple of features; pass ('t',) for a "
+            f"first derivative or ('x', 'x') for a second derivative."
         )
     places = feature_places(features, numbers, "selected")
     label = "derivative of {} by " + ", ".join(list(numbers)[i] for i in places)
@@ -415,8 +415,8 @@ def chosen_outputs(
         check_real(graph, facts, [name])
         if name not in active:
             raise ModelError(
-                f"'{name}' has no derivative with respect to '{inputs}', on which it does not "
-                f"depend or only through steps; name another output or input."
+                f"'{name}' does not depend on '{inputs}', or depends only through steps, so it has "
+                f"no derivative; name another output or input."
             )
     return chosen
 
@@ -450,8 +450,7 @@ def check_example_axis(
     if coupling := find_coupling(graph, facts, names, batch, sample_inputs):
         raise UnsupportedError(
             f"the derivatives are of each example's outputs with respect to its own features, but "
-            f"{coupling} lets examples depend on each other; export the model in its form of "
-            f"inference."
+            f"{coupling} lets examples depend on each other; export the model in inference form."
         )
     return dict(batch.inputs)
 

@@ -46,7 +46,7 @@ class TargetInputs:
                 check_choice(name, form, FORMS)
         if self.weights and self.mask:
             raise InputError(
-                "a file has an input for weights or for a mask; leave one of them out."
+                "a file cannot have inputs for both weights and a mask; leave weights or mask out."
             )
 
     def check(self, losses: Sequence[LossFunction]) -> None:

@@ -67,8 +67,8 @@ class MultiBernoulliNegativeLogProbLoss(ElementwiseLoss):
         z = values[self.logits]
         if labels is None:
             raise InputError(
-                f"the loss on '{self.logits}' has positive_weights, so that its Fisher matrix "
-                f"depends on the targets; pass them with the batch."
+                f"the loss on '{self.logits}' has positive_weights, so its Fisher matrix depends "
+                f"on the targets; pass targets with the batch."
             )
         xp, t = array_module(z), labels.astype(z.dtype, copy=False)
         t = t * (1 - self.label_smoothing) + self.label_smoothing / 2

@@ -87,8 +87,8 @@ class CategoricalLogitsNegativeLogProbLoss(LossFunction):
         if w is not None:
             if labels is None:
                 raise InputError(
-                    f"the loss on '{self.logits}' has weights of classes, so that its Fisher "
-                    f"matrix depends on the targets; pass them with the batch."
+                    f"the loss on '{self.logits}' has class_weights, so its Fisher matrix depends "
+                    f"on the targets; pass targets with the batch."
                 )
             if len(w) != classes:
                 raise ShapeError(

@@ -195,8 +195,8 @@ class CTCNegativeLogProbLoss(LossFunction):
         if different.any():
             example = first_index(different)[self.batch_axis]
             raise InputError(
-                f"frames of example {example} have different weights; give the frames of an "
-                f"example that count the weight of the example, and the others 0."
+                f"frames of example {example} have different weights; give each frame that counts "
+                f"the weight of its example, and each other frame the weight 0."
             )
         return weights
 

@@ -59,8 +59,8 @@ def weights_gathered(targets: Targets) -> Targets:
     for name, part in weighted.items():
         if isinstance(part.targets, Mapping) or isinstance(part.weights, Mapping):
             raise InputError(
-                f"the targets of '{name}' and their weights must be one array each; give those of "
-                f"several outputs as {{output: Weighted(targets, weights)}}."
+                f"the targets of '{name}' and their weights must be one array each; for several "
+                f"outputs, give {{output: Weighted(targets, weights)}}."
             )
     if not weighted:
         return targets

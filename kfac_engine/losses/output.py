@@ -80,8 +80,8 @@ class OutputLoss(LossFunction):
 
     def check_target_array(self, values: Values, targets: Array) -> None:
         raise InputError(
-            f"the loss is the output '{self.inputs[0]}' of the file, which has no targets; pass "
-            f"the labels among the inputs."
+            f"the file computes the loss '{self.inputs[0]}' itself, so the loss takes no targets; "
+            f"pass the labels among the inputs."
         )
 
     def hessian(self, values: Values, v: Mapping[str, Array]) -> dict[str, Array]:

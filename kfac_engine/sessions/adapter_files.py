@@ -62,8 +62,8 @@ def save_adapter(
     kinds = {array.dtype.name for array in values.values()} - _WRITABLE
     if kinds:
         raise InputError(
-            f"the adapters have the type {kinds.pop()}, which a file of ONNX Runtime cannot have; "
-            f"use a model in {', '.join(sorted(_WRITABLE))}."
+            f"the adapters have the type {kinds.pop()}, which ONNX Runtime's adapter files cannot "
+            f"store; use a model in {', '.join(sorted(_WRITABLE))}."
         )
     contents = ort.AdapterFormat()
     contents.set_adapter_version(_VERSION)

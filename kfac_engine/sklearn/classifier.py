@@ -160,7 +160,9 @@ class OnnxClassifier(ClassifierMixin, OnnxEstimator):  # type: ignore[misc] # wi
         present = np.unique(y)
         if labels is not None and not np.isin(present, labels).all():
             unknown = present[~np.isin(present, labels)]
-            raise InputError(f"y has the labels {unknown}, which are none of the classes {labels}.")
+            raise InputError(
+                f"y has the labels {unknown}, which are not among the classes {labels}."
+            )
         self.classes_ = present if labels is None else labels
         if len(self.classes_) < 2:
             raise InputError(

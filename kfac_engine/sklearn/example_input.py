@@ -61,7 +61,7 @@ class ExampleInput:
             )
         (entry,) = graph.inputs
         if entry.dtype.kind not in "fiub":
-            raise UnsupportedError(f"input '{entry.name}' takes {entry.dtype}, and no numbers.")
+            raise UnsupportedError(f"input '{entry.name}' takes {entry.dtype}, not numbers.")
         return cls(entry.name, entry.dtype, None if entry.shape is None else entry.shape[1:])
 
     def values(self, rows: Any, shape: Shape | None) -> "Array | SparseRows":

@@ -96,8 +96,8 @@ def run_data(
     if examples is None:
         if isinstance(validation, Real):
             raise InputError(
-                "a fraction as validation splits arrays or files; data are batches, which need "
-                "validation data of their own."
+                "validation as a fraction splits arrays or files, but data are batches; pass "
+                "separate validation data."
             )
         held_out_batches = _ordered(validation, axes, batch_size, share)
         return RunData(GivenBatches(data, axes, share, parts=accumulate), held_out_batches)

@@ -90,7 +90,7 @@ class Run:
         first = next(remaining, None)
         if first is None:
             raise InputError(
-                "an epoch of the data has no batch left; an iterable must give batches each time."
+                "the data give no batch in this epoch; an iterable must start again each time."
             )
         yield first
         yield from remaining

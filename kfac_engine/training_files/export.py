@@ -317,8 +317,8 @@ def _recorded(recorder: StepRecorder) -> StepGraph:
         if isinstance(failure, UnsupportedError):
             raise
         raise UnsupportedError(
-            f"a loss or the optimizer computes what no file can: {failure}; train in Python, or "
-            f"choose another one."
+            f"a file cannot compute a loss or the optimizer: {failure}; train in Python, or choose "
+            f"another loss or optimizer."
         ) from failure
 
 

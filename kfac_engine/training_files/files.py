@@ -394,7 +394,8 @@ class TrainingFiles:
             if name in ranks and array.ndim != ranks[name] + axes:
                 raise ShapeError(
                     f"the weights of a batch have the shape {array.shape[axes:]}, but the input "
-                    f"'{name}' has {ranks[name]} axes; give what the files were exported for."
+                    f"'{name}' has {ranks[name]} axes; give weights in the form for which "
+                    f"the files were exported."
                 )
             by_input[name] = array
             if dtypes.get(name) == np.bool_:
@@ -524,8 +525,8 @@ def _check_shapes(declared: Declared, arrays: Mapping[str, Array]) -> None:
         fixed = [(wanted, size) for wanted, size in pairs if isinstance(wanted, int)]
         if len(sizes) != len(shape) or any(wanted != size for wanted, size in fixed):
             raise ShapeError(
-                f"'{name}' has the shape {sizes}, the training files need ({spelled(shape)}). A "
-                f"length that the model leaves open is that of sample_inputs in export_training."
+                f"'{name}' has the shape {sizes}, but the training files need ({spelled(shape)}). "
+                f"The sample_inputs of export_training set each length that the model leaves open."
             )
         for symbol, size in pairs:
             first, known = by_symbol.setdefault(str(symbol), (name, size))

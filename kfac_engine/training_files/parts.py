@@ -317,7 +317,7 @@ def _always_drops(evaluation: EvaluationGraph, node: Node) -> Node:
     """Return a Dropout without its training mode, which is a constant of the model."""
     if node.inputs[2] not in evaluation.model.graph.constants:
         raise UnsupportedError(
-            f"the training mode of Dropout (node '{node.name}') is not a constant of the model, so "
-            f"that a training file cannot tell whether it drops; make it one."
+            f"the training mode of Dropout (node '{node.name}') is computed, so a training file "
+            f"cannot tell whether the node drops; make the mode a constant of the model."
         )
     return replace(node, inputs=node.inputs[:2])

@@ -92,8 +92,8 @@ def test_prior_by_evidence_is_that_of_the_library(data, capsys):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], "name a file by --out, --export or both"),
-        (["-o", "p.npz"], "--inputs has the queries of --out"),
+        ([], "name a file with --out, --export or both"),
+        (["-o", "p.npz"], "--out predicts for the queries in --inputs"),
         (["--inputs=q.npy", "-o", "p.npz", "--prior=often"], "neither a number nor 'evidence'"),
         (["--inputs=q.npy", "-o", "p.npz", "--prior=-1"], "--prior must be a positive number"),
         (["--inputs=q.npy", "-o", "p.npz", "--noise=0.3"], "normal loss"),

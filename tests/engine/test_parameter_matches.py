@@ -185,7 +185,7 @@ def test_arrays_with_equal_values_are_refused_by_name():
 def test_wrong_arrays_raise_errors_with_their_names():
     engine, state, _, _ = load("mlp-plain")
     matches = ke.match_parameters(engine, state)
-    with pytest.raises(ke.UnknownNameError, match=r"'weight' \(.*2\.weight'\?\) is none"):
+    with pytest.raises(ke.UnknownNameError, match=r"'weight' \(.*2\.weight'\?\) is not the name"):
         matches.to_engine({"weight": state["0.weight"]})
     with pytest.raises(ke.InputError, match=r"'0\.bias' is None"):
         matches.to_engine({"0.bias": None})

@@ -346,7 +346,7 @@ SIDES = "(float[N,2] x) => (float[N,2] u)"
 @pytest.mark.parametrize(
     ("model", "arguments", "error", "message"),
     [
-        (text_model(SIDES, "u = Tanh(x)"), {}, ke.InputError, "no derivative is asked for"),
+        (text_model(SIDES, "u = Tanh(x)"), {}, ke.InputError, "no derivative is chosen"),
         (text_model(SIDES, "u = Tanh(x)"), {"wrt": "y"}, ke.UnknownNameError, "inputs are: x"),
         (text_model(SIDES, "u = Tanh(x)"), {"wrt": 3}, ke.InputError, "not the name of an input"),
         (text_model(SIDES, "u = Mul(x, w)", w=np.ones((2,), "float32")), {"wrt": "w"},
@@ -385,7 +385,7 @@ SIDES = "(float[N,2] x) => (float[N,2] u)"
     ],
 )  # fmt: skip
 def test_what_has_no_derivatives_is_refused(model, arguments, error, message):
-    asked = {} if message == "no derivative is asked for" else {"laplacian": True}
+    asked = {} if message == "no derivative is chosen" else {"laplacian": True}
     with pytest.raises(error, match=re.escape(message)):
         ke.derivatives(model, **{"wrt": "x", **asked, **arguments})
 

@@ -265,7 +265,10 @@ def test_a_wrong_weight_makes_the_loss_nan(wrong):
     [
         ({"loss": "categorical", "weights": "rows"}, "weights must be one of targets"),
         ({"loss": "categorical", "mask": True}, "mask must be one of targets"),
-        ({"loss": "categorical", "weights": "targets", "mask": "targets"}, "leave one of them out"),
+        (
+            {"loss": "categorical", "weights": "targets", "mask": "targets"},
+            "leave weights or mask out",
+        ),
         ({"loss": "normal", "probabilities": True}, "leave probabilities out"),
         ({"loss": "categorical", "probabilities": 1}, "must be True or False"),
         ({"weights": "targets"}, "name a loss"),

@@ -183,7 +183,7 @@ def test_warm_start_continues_with_the_weights_of_the_previous_call():
 def test_warm_start_refuses_other_labels_and_stays_as_it_is():
     classifier = OnnxClassifier(epochs=2, warm_start=True).fit(X, Y)
     before = classifier.predict_proba(X)
-    with pytest.raises(ke.InputError, match=r"labels \[9\], which are none of the classes"):
+    with pytest.raises(ke.InputError, match=r"labels \[9\], which are not among the classes"):
         classifier.fit(X, np.where(Y == 1, 9, Y))
     np.testing.assert_array_equal(classifier.predict_proba(X), before)
     assert classifier.classes_.tolist() == [0, 1, 2]

@@ -214,7 +214,7 @@ def test_data_in_another_form_are_refused(axes, tmp_path):
     np.savez(none / "a.npz", x=x[:0], targets=y[:0])
     cases = {
         tmp_path / "missing.npz": "there is no such file",
-        tmp_path / "lone.npy": "holds one array; data are an .npz file with the inputs by name",
+        tmp_path / "lone.npy": "holds one array; give an .npz file with the inputs by name",
         tmp_path / "untargeted.npz": "no array is named 'targets' or 'z'",
         tmp_path / "unnamed.npz": "input 'x' is missing; the arrays are: 'y', 'targets'",
         empty: "has no .npz and no .npy file",
@@ -234,7 +234,7 @@ def test_a_fraction_without_examples_is_refused(data, fraction, axes):
 
 
 def test_a_fraction_of_batches_is_refused(data, axes):
-    with pytest.raises(ke.InputError, match="data are batches, which need validation data of th"):
+    with pytest.raises(ke.InputError, match="but data are batches; pass separate validation"):
         run_data([data], 0.1, axes, SIZE, SEED)
 
 

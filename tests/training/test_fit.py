@@ -445,7 +445,7 @@ def test_wrong_data_are_refused(data):
         "is an iterator": iter([(x, y)]),
         "each batch must be a pair": [x],
         "as an array, not as a list": (x.tolist(), y.tolist()),
-        "no batch left": [],
+        "no batch in this epoch": [],
         "the targets have shape": (x, y[:-1]),
         "have no examples": (x[:0], y[:0]),
     }

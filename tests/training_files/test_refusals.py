@@ -45,7 +45,7 @@ def test_a_length_that_files_fix_is_named(tmp_path):
     targets = np.arange(4) % 3
     batches = {n: {"input": np.ones((4, n, 3), np.float32)} for n in (8, 12)}
     assert np.isfinite(files.step(files.initial(), batches[8], targets)["loss"])
-    message = r"shape \(4, 12, 3\), the training files need \(batch, 8, 3\).*sample_inputs"
+    message = r"shape \(4, 12, 3\), but the training files need \(batch, 8, 3\).*sample_inputs"
     for call in (
         lambda: files.step(files.initial(), batches[12], targets),
         lambda: files.run((batches[12], targets), steps=1),

@@ -84,11 +84,11 @@ class ParameterVector:
         counts: dict[str, int | None] = {}
         arrays = {name: self._checked(name, value, counts) for name, value in vectors.items()}
         if not arrays:
-            raise InputError("there is no vector; pass an array for one parameter at least.")
+            raise InputError("no vector is given; pass an array for at least one parameter.")
         if len(set(counts.values())) > 1:
             raise ShapeError(
-                f"the arrays have different numbers of vectors: {counts}; give all of them the "
-                f"same first axis, or none of them."
+                f"the arrays have different numbers of vectors: {counts}; give every array the "
+                f"same number of vectors on its first axis, or a single vector without this axis."
             )
         count = next(iter(counts.values()))
         rows = np.zeros((1 if count is None else count, self.size))

@@ -147,18 +147,18 @@ class MarginalLikelihood:
             names = ", ".join(group.parameters)
             if group.square == 0:
                 raise InputError(
-                    f"the evidence has no maximum: all entries of {names} are zero, so that it "
-                    f"grows with their prior precision; give a number instead."
+                    f"the evidence has no maximum: all entries of {names} are zero, so the "
+                    f"evidence grows with their prior precision; give the precision as a number."
                 )
             if not group.eigenvalues.any():
                 raise InputError(
-                    f"the evidence has no maximum: the loss does not depend on {names}, so that it "
-                    f"grows as their prior precision falls; give a number instead."
+                    f"the evidence has no maximum: the loss does not depend on {names}, so the "
+                    f"evidence grows as their prior precision falls; give it as a number."
                 )
         if fit_noise and self.likelihood.squared_errors() <= 0:
             raise InputError(
-                "the evidence has no maximum: the model has no error on these targets, so that it "
-                "grows as the noise falls; give the noise."
+                "the evidence has no maximum: the model predicts these targets exactly, so the "
+                "evidence grows as the noise falls; give the noise as a number."
             )
 
 

@@ -63,8 +63,8 @@ class Likelihood:
         """Return a noise after a check; an InputError if the targets have none."""
         if self.variance is None and noise != 1.0:
             raise InputError(
-                f"noise is the standard deviation of the targets of a normal loss with one "
-                f"variance, which this curvature does not have, got {noise:g}; leave it out."
+                f"noise is {noise:g}, but only a normal loss with one variance has a noise, the "
+                f"standard deviation of its targets; leave noise out."
             )
         return noise
 

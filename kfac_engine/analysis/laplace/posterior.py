@@ -172,13 +172,15 @@ class Laplace:
         check_bool("noise", noise)
         if validation is not None:
             if noise:
-                raise InputError("the noise is chosen by the evidence; leave validation out.")
+                raise InputError(
+                    "only the evidence can choose the noise; leave validation out, or noise=True."
+                )
             self.prior_precision = self._validated(
                 *whole_batch(validation, self.curvature.model.example_axes)
             )
             return self
         if noise and self._likelihood.variance is None:
-            raise InputError("only targets of a normal loss with one variance have a noise.")
+            raise InputError("only targets of a normal loss have a noise; leave noise=True out.")
         evidence = self._evidence(self.prior_precision)
         precisions, self.noise = evidence.maximum(self.noise, fit_noise=noise)
         if isinstance(self.prior_precision, Mapping):

@@ -140,8 +140,8 @@ class Pattern:
         match = re.fullmatch(_PATTERN, text, re.ASCII) if isinstance(text, str) else None
         if match is None or int(match[1]) >= int(match[2]):
             raise InputError(
-                f"pattern must be a text such as '2:4', for at most 2 nonzero weights of 4 "
-                f"consecutive ones, got {text!r:.80}."
+                f"pattern must be a text such as '2:4', for at most 2 nonzero weights among 4 "
+                f"consecutive weights, got {text!r:.80}."
             )
         return cls(int(match[1]), int(match[2]))
 
@@ -301,7 +301,7 @@ def _compensated(block: Block, start: Float, removed: Mask, damping: Damping) ->
     )  # fmt: skip
     if failure:
         raise InputError(
-            f"the weights of {', '.join(block.parameters)} that make up for the zeros are not "
-            f"determined after {_ITERATIONS} iterations; raise the damping."
+            f"the changes of {', '.join(block.parameters)} that compensate for the zeros did not "
+            f"converge in {_ITERATIONS} iterations; raise the damping."
         )
     return np.where(zero, 0.0, theta + step.reshape(zero.shape))

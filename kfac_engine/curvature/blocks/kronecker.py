@@ -213,8 +213,8 @@ class KroneckerProductFB(FisherBlock):
         shapes = [self._collection.shape_of(name) for name in self._parts[0][1]]
         if not shapes or any(shape is None for shape in shapes):
             raise NotReadyError(
-                f"the number of positions in the layer of {self.params} is known after the first "
-                f"update of its statistics."
+                f"the number of positions in the layer of {self.params} is unknown until its "
+                f"statistics are updated; update them first."
             )
         declared = [shape for shape in shapes if shape is not None]
         return rows_per_example(declared, self.form.output_view, self.form.num_uses)

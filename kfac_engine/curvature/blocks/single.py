@@ -107,7 +107,7 @@ class SingleFactorFB(FisherBlock):
         column: Array = xp.concatenate([part.reshape(-1, 1) for part in arrays])
         if column.size != self.factor.side:
             raise ShapeError(
-                f"the block of {self.params} has {self.factor.side} entries, the vector "
+                f"the block of {self.params} has {self.factor.side} entries, but the vector has "
                 f"{column.size}."
             )
         return column
@@ -122,7 +122,8 @@ class SingleFactorFB(FisherBlock):
         for name, shape in zip(names, shapes, strict=bool(names)):
             if self._collection.shape_of(name) not in (None, shape):
                 raise ShapeError(
-                    f"'{name}' has shape {self._collection.shape_of(name)}, the vector {shape}."
+                    f"'{name}' has shape {self._collection.shape_of(name)}, but its vector has "
+                    f"shape {shape}."
                 )
 
     def _from_column(self, column: Array, like: Vector) -> Vector:
@@ -275,8 +276,8 @@ class LayerDiagonalFB(SingleFactorFB):
             return super().damping
         if self.factor.repeats is None:
             raise NotReadyError(
-                f"the number of positions in the layer of {self.params} is known after the first "
-                f"update of its statistics."
+                f"the number of positions in the layer of {self.params} is unknown until its "
+                f"statistics are updated; update them first."
             )
         excess: float = float(self.factor.repeats) ** (1 - power)
         return super().damping * excess
@@ -286,8 +287,8 @@ class LayerDiagonalFB(SingleFactorFB):
         expected = self.factor.average.read().shape
         if packed.shape != expected:
             raise ShapeError(
-                f"the layer of {self.params} has a packed matrix of shape {expected}, the vector "
-                f"one of {packed.shape}."
+                f"the layer of {self.params} has a packed matrix of shape {expected}, but the "
+                f"vector's matrix has shape {packed.shape}."
             )
         return packed
 

@@ -443,13 +443,13 @@ class FisherFactor(ABC):
         """Accept numbers whose squares need float64; refuse NaN and infinity."""
         if not self.backend.download([self.backend.are_finite([x])])[0].all():
             raise NonFiniteError(
-                f"'{name}' holds NaN or infinity; the batch was not taken into {self.name}. "
+                f"'{name}' holds NaN or infinity, so the batch was not added to {self.name}. "
                 f"Lower the learning rate or check the data."
             )
         if x.dtype.itemsize >= _WIDE.itemsize:
             raise NonFiniteError(
-                f"'{name}' holds numbers up to {float(abs(x).max()):.3g}, whose squares overflow; "
-                f"the batch was not taken into {self.name}."
+                f"'{name}' holds numbers up to {float(abs(x).max()):.3g}, whose squares overflow, "
+                f"so the batch was not added to {self.name}."
             )
         self.narrowest = _WIDE
 
@@ -464,7 +464,7 @@ class FisherFactor(ABC):
         if bound >= float(np.finfo(_WIDE).max) ** 0.5:
             raise NonFiniteError(
                 f"the products of '{pair[0]}' and '{pair[1]}' are so large that their squares "
-                f"overflow; the batch was not taken into {self.name}."
+                f"overflow, so the batch was not added to {self.name}."
             )
         self.narrowest = _WIDE
 

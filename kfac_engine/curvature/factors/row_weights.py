@@ -85,9 +85,9 @@ class ExampleWeights:
                     return cls(None, None, places)
                 raise UnsupportedError(
                     f"an axis of '{loss.inputs[0]}' holds examples and positions, or one of "
-                    f"several sets of examples, so that weights other than 0 and 1 cannot be "
-                    f"assigned to examples; give them an axis of their own, use a mask, or "
-                    f"multiply a residual by the roots of its weights."
+                    f"several sets of examples, so examples cannot have weights other than 0 and "
+                    f"1; give the examples an axis of their own, use a mask, or multiply a "
+                    f"residual by the roots of its weights."
                 )
             counts = xp.ones((1,) * like.ndim) if weights is None else weights
             counts = xp.moveaxis(xp.broadcast_to(counts, like.shape), axis, 0)

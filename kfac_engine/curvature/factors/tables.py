@@ -125,7 +125,7 @@ class VocabularyFactor(DiagonalFactor):
         if not isinstance(x, Rows):
             return super().left_multiply_matpower(x, exp, damping_func).astype(x.dtype)
         if x.num_rows != self.side:
-            raise ShapeError(f"{self.name} has {self.side} entries, the rows are of {x.num_rows}.")
+            raise ShapeError(f"{self.name} has {self.side} entries, but x has {x.num_rows} rows.")
         diagonal = self.average.read()[x.indices]
         damped = self._power(diagonal, exp, damping_func)[:, None]
         return Rows(x.indices, (damped * x.values).astype(x.values.dtype), x.num_rows)

@@ -40,8 +40,8 @@ def pi_correction(trace_a: float, dim_a: int, trace_g: float, dim_g: int) -> flo
         )
     if trace_a < 0.0 or trace_g < 0.0:
         raise InputError(
-            f"the factors' traces are {trace_a} and {trace_g}; those of second moments are "
-            f"not negative."
+            f"the factors' traces are {trace_a} and {trace_g}, but traces of second "
+            f"moments are not negative."
         )
     if trace_a == 0.0 or trace_g == 0.0:
         return 1.0

@@ -107,7 +107,7 @@ def test_model_without_error_has_no_noise():
     y = x @ models.onnx.numpy_helper.to_array(weight)
     curvature = measured(model, ({"input": x}, y), "normal")
     curvature.log_likelihood = -0.5 * y.size * np.log(np.pi)  # without rounding errors
-    with pytest.raises(ke.InputError, match="no error on these targets"):
+    with pytest.raises(ke.InputError, match="predicts these targets exactly"):
         ke.Laplace(curvature).fit_prior(noise=True)
 
 

@@ -267,7 +267,7 @@ def test_rows_check_themselves(indices, values, error):
 
 def test_rows_of_another_table_are_refused():
     block = observe(registered(), [["ds"]], [batch(IDS)])
-    with pytest.raises(ke.ShapeError, match="rows are of 7"):
+    with pytest.raises(ke.ShapeError, match="x has 7 rows"):
         block.multiply(ke.Rows(np.array([1]), np.ones((1, WIDTH)), 7))
 
 

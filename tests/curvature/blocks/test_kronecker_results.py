@@ -116,7 +116,7 @@ def test_a_block_without_towers_or_factors_or_statistics_says_what_is_missing():
         with pytest.raises(ke.NotReadyError, match="instantiate_factors of the block of"):
             read()
     block.instantiate_factors([["ds"]], 0.1)
-    with pytest.raises(ke.NotReadyError, match=r"first update|no statistics"):
+    with pytest.raises(ke.NotReadyError, match=r"statistics are updated|no statistics"):
         block.multiply((np.ones((D_IN, D_OUT)), np.ones(D_OUT)))
 
 

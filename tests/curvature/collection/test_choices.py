@@ -134,7 +134,9 @@ def test_linked_parameters_lists_groups_with_their_approximations():
 def test_parameters_registered_with_others_cannot_be_linked(registered, linked):
     lc = collection()
     register(lc, registered)
-    with pytest.raises(RegistrationError, match="cannot be linked: a layer of"):
+    with pytest.raises(
+        RegistrationError, match="registered as a layer, which is a different group"
+    ):
         lc.define_linked_parameters(linked)
     assert lc.linked_parameters == {}
 

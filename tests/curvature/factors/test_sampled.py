@@ -191,7 +191,7 @@ def test_a_rank_without_a_drawn_example_measures_zero():
 def test_rows_of_another_batch_are_refused(rows):
     factor = sampled_factor("one use", ke.CollectionConfig())
     factor.set_rows(rows)
-    with pytest.raises(ke.ShapeError, match=f"are {rows.count} examples"):
+    with pytest.raises(ke.ShapeError, match=f"gave this process {rows.count} examples"):
         factor.read(images_of(slice(0, 3)))
     factor.set_rows(None)
     factor.update(factor.read(images_of(slice(0, 3))), 0.5)
