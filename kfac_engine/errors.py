@@ -131,11 +131,11 @@ class ExportWarning(UserWarning):
 
 
 class InferenceFormWarning(UserWarning):
-    """A model that is trained has normalizations or dropouts in the form of inference."""
+    """A model that is trained has normalizations or dropouts in inference form."""
 
 
 class OverfittingWarning(UserWarning):
-    """The validation loss of a run has risen for long, so that earlier weights are better."""
+    """The validation loss of a run rose for several validations; earlier weights are better."""
 
 
 _PACKAGE = __name__.partition(".")[0]

@@ -161,7 +161,7 @@ class CurvatureMatrixVectorProductComputer:
         return self.multiply_fisher_factor(loss_vecs)
 
     def multiply_ggn_factor_transpose(self, vecs: Vectors) -> tuple[Array, ...]:
-        """Return the transpose of that factor times a vector: one array for each loss."""
+        """Return the transposed Gauss–Newton factor times a vector: one array for each loss."""
         self._require_ggn()
         return self.multiply_fisher_factor_transpose(vecs)
 
@@ -177,7 +177,7 @@ class CurvatureMatrixVectorProductComputer:
         """Return the Hessian matrix of the total loss on the observed targets, times a vector.
 
         It is ``Jᵀ H J`` with the losses' own Hessian matrices H, plus the second derivative of the
-        network weighted by the gradients of the losses. Unlike the others it may be indefinite.
+        network weighted by the gradients of the losses. The Hessian may be indefinite.
 
         Args:
             vecs: One array for each of ``wrt_tensors``.
@@ -186,7 +186,7 @@ class CurvatureMatrixVectorProductComputer:
             Arrays of the same shapes.
 
         Raises:
-            InputError: A loss has no targets, or the trace no ``second_derivative``.
+            InputError: A loss has no targets, or the trace lacks ``second_derivative``.
             UnsupportedOpError: An operator of the graph or of its derivative has no rule.
         """
         self._require("second_derivative")

@@ -199,9 +199,9 @@ class OverMPI:
 def over_mpi(comm: "MPI.Intracomm | None" = None, *, device_buffers: bool = False) -> Communicator:
     """Return the ranks of a program that ``mpirun`` has started.
 
-    An exception that one rank does not catch ends all ranks with the exit status 1, because the
-    others would wait for the rank forever. So does the end of a rank, by ``sys.exit`` or after its
-    last line, while others wait for it in a collective of the communicator.
+    If a rank does not catch an exception, all ranks end with the exit status 1; otherwise, the
+    other ranks would wait forever. All ranks also end if one rank ends, by ``sys.exit`` or after
+    its last line, while other ranks wait for it in a collective call of the communicator.
 
     Args:
         comm: A communicator of mpi4py; ``MPI.COMM_WORLD`` by default.

@@ -74,7 +74,7 @@ class Engine(Summarized, TrainableModel):
     Attributes:
         collection: Layers, losses and blocks.
         estimator: Statistics and products.
-        fisher: The same; ``step`` measures, commits, refreshes and multiplies.
+        fisher: The estimator as ``step`` uses it: to measure, commit, refresh and multiply.
         passes: Evaluates and differentiates batches; it has the model and the processes.
         objective: Losses and reduction.
         example_axes: The axes of the examples in inputs and targets.
@@ -217,9 +217,9 @@ class Engine(Summarized, TrainableModel):
                 and targets, as for ``gradients``.
             targets: The targets of the loss; for several losses, by output. None for a list of
                 parts.
-            gradients: The gradients of the result where the distribution ``"shard"`` divides them
+            gradients: The gradients of the result if the distribution ``"shard"`` divides them
                 among several processes: ``"owned"`` for the parameters that this process owns, or
-                ``"all"``, which costs one more message. Otherwise both are all gradients.
+                ``"all"``, which costs one more message. In other cases, the result has all of them.
             update_buffers: Whether ``buffers`` become the running statistics after the batch.
             profile: Whether the result lists time and memory of each stage.
 
@@ -420,8 +420,8 @@ class Engine(Summarized, TrainableModel):
                 False for steps that compute gradients only.
 
         Returns:
-            Bytes of each part of a step. Inputs and targets are not among them, nor what an
-            optimizer stores: see its own ``memory``.
+            Bytes of each part of a step. Inputs, targets and the state of an optimizer are not
+            included; an optimizer has its own ``memory``.
 
         Raises:
             InputError: A number of examples or parts is not a positive whole number, or

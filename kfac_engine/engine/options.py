@@ -80,8 +80,8 @@ class EngineOptions:
             which has no distribution of targets.
         exps: Powers of the Fisher matrix to precondition with. ``step`` uses the first.
         compute_cholesky: Store Cholesky factors for ``multiply_cholesky``.
-        compute_cholesky_inverse: Store their inverses for ``multiply_cholesky_inverse``.
-        approximations: Approximation of a kind of layer, in place of the default.
+        compute_cholesky_inverse: Store inverse factors for ``multiply_cholesky_inverse``.
+        approximations: Approximation by kind of layer, in place of the default.
         schedule: Schedule of the updates of statistics and inverses.
         threads: Number of threads, also of ONNX Runtime; by default as many as BLAS uses.
         backend: Array library.
@@ -100,8 +100,8 @@ class EngineOptions:
         communicator: The processes among which each batch is divided, such as ``over_mpi()``; None
             for a single process. Each process passes its part of the batch, and all receive the
             results of the whole batch.
-        distribution: Division of the work among them. With ``"replicate"``, all processes store all
-            inverses, and each computes some. With ``"shard"``, each layer has an owner, which
+        distribution: Division of the work among the processes. With ``"replicate"``, all of them
+            store all inverses, and each computes some. With ``"shard"``, each layer has an owner, which
             stores its inverses and preconditions its gradient; a step returns the gradients of the
             layers that the process owns.
     """

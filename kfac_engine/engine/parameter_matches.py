@@ -123,9 +123,10 @@ class ParameterMatches:
 def match_parameters(engine: Engine, arrays: Mapping[str, Array]) -> ParameterMatches:
     """Match the parameters of an engine with the module that its file was exported from.
 
-    A parameter is matched by its name. The others are matched by their values, which are equal bit
-    by bit, also with permuted axes or another shape. If the module was trained after the export, so
-    that no values are equal, they are matched by their shape where only one array has it.
+    A parameter is matched by its name. If no array has this name, the parameter is matched by its
+    values, bit by bit, also with permuted axes or another shape. If the module was trained after
+    the export, no values are equal; the parameter is then matched by its shape if only one array
+    has this shape.
 
     Args:
         engine: The engine.
@@ -135,8 +136,8 @@ def match_parameters(engine: Engine, arrays: Mapping[str, Array]) -> ParameterMa
         The matches, which convert arrays in both directions.
 
     Raises:
-        InputError: A parameter has no array or several, an exporter folded a normalization into it,
-            or an exporter merged arrays of the module; the message names them.
+        InputError: A parameter matches no array or several, an exporter folded a normalization into
+            it, or an exporter merged arrays of the module; the message names them.
     """
     check_instance("engine", engine, Engine)
     return _Matching(engine, arrays).result()

@@ -39,7 +39,7 @@ class LayerReport:
         approximation: Row of the table of approximations.
         formula: The block in a few symbols.
         numbers: Number of entries of its parameters.
-        inputs: Name of the layer's input, or names over its uses; empty if generic.
+        inputs: Name of the layer's input, or a name for each use; empty if generic.
         outputs: Name of its output, likewise; empty if generic.
         factor_shapes: Shapes of the factors' averages.
         symbols: Symbol of each factor: ``"A"``, ``"G"``, ``"s"`` or ``"F"``.

@@ -216,7 +216,7 @@ class TrainableModel(Sealed):
         ==========================  =============================================================
 
         Args:
-            data: Data in a form of ``fit``; files are read in batches of 128 examples. Of several
+            data: Data as for ``fit``; files are read in batches of 128 examples. Of several
                 processes, each passes its part of the data, or an empty iterable.
             metrics: Names and functions. A function receives the outputs as ``predict`` returns
                 them and the targets of a batch, and its value has its name. None for the loss, and

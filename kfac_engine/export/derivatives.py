@@ -71,9 +71,9 @@ def derivatives(  # noqa: PLR0913 (every choice a user has, each with a default)
 
     Args:
         model: Path, bytes or ``ModelProto``.
-        wrt: Name of the input x, of the shape ``(n, d)``. If an example has several axes, so have
-            the axes of the derivatives for which d stands below. A mapping such as ``{"x": ("t",
-            "x")}`` gives names to the features.
+        wrt: Name of the input x, of the shape ``(n, d)``. If an example has several axes, they
+            replace d in the shapes below. A mapping such as ``{"x": ("t", "x")}`` gives names to
+            the features.
         outputs: Name of an output u, or several; by default all that depend on x.
         jacobian: Whether to add ``jacobian of <u>``, ``(n, …, d)``: ∂u/∂x_i.
         laplacian: Whether to add ``laplacian of <u>``, ``(n, …)``: Σ_i ∂²u/∂x_i².
@@ -88,11 +88,11 @@ def derivatives(  # noqa: PLR0913 (every choice a user has, each with a default)
         path: Path of a file for the result. Required for more than 2 GB of weights.
 
     Returns:
-        A model with the inputs, outputs and parameters of ``model``, and the outputs above. If the
-        model has a value of such a name, a number follows.
+        A model with the inputs, outputs and parameters of ``model``, and the outputs above. A
+        name that the model already uses is followed by a number.
 
     Raises:
-        InputError: No derivative is asked for, a derivative is of another order, or the input is
+        InputError: No derivative is chosen, a derivative is of another order, or the input is
             not floating-point.
         ShapeError: The input or an output does not have the examples on its first axis, or the
             number of features is unknown.

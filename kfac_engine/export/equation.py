@@ -88,7 +88,7 @@ def equation(
 
     Raises:
         InputError: There is no set or no function, a derivative is of another order, a residual is
-            no array, or the input is not floating-point.
+            not an array, or the input is not floating-point.
         ShapeError: The points are not on the first axis of an input, an output or a residual.
         UnknownNameError: The model has no such input or output, or the points no such feature.
         UnsupportedOpError: An operator between the points and an output has no derivative.

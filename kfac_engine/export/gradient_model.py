@@ -100,17 +100,17 @@ def differentiate(  # noqa: PLR0913 (every choice a user has, each with a defaul
         probabilities: Whether the targets of ``"categorical"`` are probabilities in the shape of
             the output, in place of class numbers.
         weights: Adds an input ``weights`` with a number ≥ 0 for each entry of the targets
-            (``"targets"``), prediction (``"predictions"``) or example (``"examples"``). Of class
-            numbers, each target is a prediction. Targets of the weight 0 do not count and are not
+            (``"targets"``), prediction (``"predictions"``) or example (``"examples"``). A class
+            number is the target of one prediction. Targets of the weight 0 do not count and are not
             read; a negative weight makes the loss NaN.
-        mask: Adds an input ``mask`` with a Boolean for each of these, in place of weights: whether
-            it counts.
+        mask: Adds an input ``mask`` in place of ``weights``, with a Boolean for each target,
+            prediction or example: whether it counts.
 
     Returns:
         A model with the inputs of ``model``, ``targets``, and ``weights`` or ``mask`` (``targets of
         <output>`` for several losses, ``cotangent`` without a loss). Its outputs are ``loss``, or
-        the output without a loss, and ``gradient/<name>`` for each name. If the model has a value
-        of such a name, a number follows: ``cotangent_2``, ``gradient/<name>_2``.
+        the output without a loss, and ``gradient/<name>`` for each name. A name that the
+        model already uses is followed by a number: ``cotangent_2``, ``gradient/<name>_2``.
 
     Raises:
         InputError: The file, the loss or an option is wrong.

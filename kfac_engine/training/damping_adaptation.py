@@ -41,7 +41,7 @@ class DampingAdaptation:
         check_positive("min_damping", self.min_damping)
 
     def is_due(self, steps: int) -> bool:
-        """Return whether the step after ``steps`` others adapts the damping."""
+        """Return whether the step that follows ``steps`` earlier steps adapts the damping."""
         return (steps + 1) % self.interval == 0
 
     def adapted(

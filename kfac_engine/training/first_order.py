@@ -253,11 +253,10 @@ class AdamW(Adam):
 class Muon(_FirstOrder):
     """Muon: orthogonalized momentum for matrices, Adam for vectors.
 
-    The weights of layers are updated by Muon, each as the matrices from inputs to outputs that the
-    layer multiplies by, whatever their layout in the file: a group of a convolution, an expert and
-    a part of the outputs that the graph reads apart have a matrix of their own. Biases, scales and
-    parameters without a layer are updated by Adam with the betas 0.9 and 0.999. Weight decay is
-    decoupled.
+    Muon updates a layer's weights as matrices from inputs to outputs, whatever their layout in the
+    file. Each group of a convolution, each expert, and each part of the outputs that the graph
+    reads separately is a matrix. Adam updates biases, scales and parameters without a layer, with
+    the betas 0.9 and 0.999. Weight decay is decoupled.
 
     Source: K. Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks".
 

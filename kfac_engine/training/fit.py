@@ -130,7 +130,7 @@ def fit(  # noqa: PLR0913 (the options of a run, one after the other)
             of the run. Ctrl-C and SIGTERM then end the run after the present step, with a
             checkpoint; a second signal ends it at once.
         resume: Whether to continue from the state in ``checkpoint``, if there is one. The run then
-            has the same bits as one without interruption, unless ``seconds`` bounds it.
+            gives bit by bit the results of an uninterrupted run, unless ``seconds`` bounds it.
         log: File of JSON lines: the description of the run, a record for each step, and the spectra
             of the factors after the last step.
         accumulate: Number of parts of a step, which are computed one after the other: only one part
@@ -156,9 +156,10 @@ def fit(  # noqa: PLR0913 (the options of a run, one after the other)
 
     Warns:
         DivergenceWarning: The loss exploded, and the run returned to earlier parameters.
-        InferenceFormWarning: The model has normalizations or dropouts in the form of inference.
-        OverfittingWarning: The last validation loss lies more than 50 % above the lowest one, five
-            validations or more after it, and no callback stops early or returns the best weights.
+        InferenceFormWarning: The model has normalizations or dropouts in inference form.
+        OverfittingWarning: The last validation loss is more than 50 % above the lowest loss, which
+            was at least five validations earlier, and no callback stops early or returns the best
+            weights.
     """
     alone = Agreement(Alone())
     agreement = model_or_engine.passes.agreement if isinstance(model_or_engine, Engine) else alone

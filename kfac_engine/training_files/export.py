@@ -113,14 +113,14 @@ def export_training(  # noqa: PLR0913 (every choice a user has, each with a defa
         trainable: Pattern of parameter names that are trained, or several.
         freeze: Pattern of parameter names that are not trained, or several. They are constants of
             the files, and no gradient is computed below the first layer that is trained.
-        train_form: Whether normalizations and dropouts in the form of inference are trained.
+        train_form: Whether normalizations and dropouts in inference form are trained.
         tie_weights: Whether equal weights are trained as one.
         batch_axes: Axis of the examples of each input, by name.
-        sample_inputs: A batch that determines shapes. The files have its sizes of all axes but
-            those of the examples, such as the lengths of texts; the default is a generated batch.
+        sample_inputs: A batch that determines shapes; by default a generated batch. The files fix
+            its sizes of all axes except those of the examples, such as the lengths of texts.
         steps_per_call: Number of steps in a call of ``training.onnx``. With more than one, its
-            inputs and metrics have a first axis of steps, and the state crosses the border of the
-            runtime once in a call; any number of steps runs.
+            inputs and metrics have a first axis of steps, and the state enters and leaves the
+            runtime once in a call. A call may have any number of steps.
         accumulate: Number of parts into which a step divides the batch. The file evaluates
             the parts one after another, so that it needs the memory of one part, and adds their
             gradients.
@@ -141,7 +141,7 @@ def export_training(  # noqa: PLR0913 (every choice a user has, each with a defa
         InputError: The model, an option or the folder is wrong. Nothing was written.
 
     Warns:
-        InferenceFormWarning: The model has normalizations or dropouts in the form of inference.
+        InferenceFormWarning: The model has normalizations or dropouts in inference form.
         UserWarning: The model leaves the size of an axis open, which the files fix.
     """
     folder = _checked_folder(path)

@@ -111,7 +111,7 @@ class TrainingFiles:
         """Train with ONNX Runtime alone, as a device does.
 
         Args:
-            data: Data in a form of ``fit``; the batches are the same as in ``fit`` with this seed.
+            data: Data as for ``fit``; the batches are the same as in ``fit`` with this seed.
             steps: Number of steps.
             batch_size: Number of examples in a batch.
             rate: Value of the schedule: a number, or a function of the number of steps so far.

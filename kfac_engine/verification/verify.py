@@ -52,8 +52,8 @@ def verify(
 
     Args:
         model: Path, bytes or ``ModelProto``; or an engine, whose state does not change.
-        inputs: Inputs with ``targets``, or data with targets in a form of ``fit``, of which the
-            first batch is read.
+        inputs: Inputs with ``targets``, or data with targets as for ``fit``, of which the first
+            batch is read.
         targets: The targets of the loss; for several losses, by output.
         examples: Largest number of examples.
         parameters: Largest number of parameters, and of layers, that are checked one by one.

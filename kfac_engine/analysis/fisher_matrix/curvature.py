@@ -119,7 +119,7 @@ class Curvature:
         return self.on_host(self.model.parameters)
 
     def on_host(self, vectors: Mapping[str, Array]) -> dict[str, Array]:
-        """Return arrays of any library by name as NumPy arrays; an InputError for other values."""
+        """Convert arrays of any library to NumPy arrays; raise an InputError for other values."""
         if not isinstance(vectors, Mapping):
             raise InputError(
                 f"vectors must be a mapping from parameter to array, got {type(vectors).__name__}."
@@ -132,8 +132,8 @@ class Curvature:
         """Return the eigenvalues of each block without damping, ascending.
 
         Returns:
-            Eigenvalues in float64, as many as the block has parameter entries, by the parameters of
-            a block: a name or a tuple of names.
+            float64 eigenvalues by block, one for each entry of its parameters. The key of a block
+            is its parameter's name, or a tuple of names.
         """
         return {
             part.key: np.sort(block.spectrum.eigenvalues[:, part.rows], axis=None)
@@ -210,8 +210,8 @@ class Curvature:
             damping: λ, or λ of each parameter.
 
         Returns:
-            New arrays by parameter name, in the shape of the vector, in its type if that is a
-            floating-point type, else in float64.
+            New arrays by parameter name, in the vector's shape. They have the vector's type if it
+            is a floating-point type, else float64.
 
         Raises:
             UnknownNameError: A name is not a parameter.
@@ -254,18 +254,18 @@ class Curvature:
         return self._split(rows, several=True)
 
     def input_moment(self, name: str) -> Array:
-        """Return ``2/n Σ x xᵀ`` of the inputs of a layer, summed over positions and examples.
+        """Return ``2/n Σ x xᵀ`` over a layer's inputs x at all positions of the n examples.
 
-        This is the Hessian matrix of the squared error of the outputs of the layer with respect to
-        the weights of one output, as GPTQ uses it (Frantar et al. 2023, arXiv:2210.17323).
+        This is the Hessian matrix of the squared error of the layer's outputs with respect to the
+        weights of one output, as GPTQ uses it (Frantar et al. 2023, arXiv:2210.17323).
 
         Args:
             name: Name of the weight.
 
         Returns:
-            ``(d, d)``, in the order of the axes of the weight in the file without the axis of the
-            outputs, as ``weight.reshape(out, -1)`` has them; ``(groups, d, d)`` for a layer of
-            several groups. The coordinate of the bias is left out.
+            ``(d, d)``, or ``(groups, d, d)`` for a layer of several groups. Inputs have the order
+            of the weight's axes in the file without its output axis, as in ``weight.reshape(out,
+            -1)``. The bias has no coordinate.
 
         Raises:
             UnknownNameError: The name is not a parameter.
@@ -296,17 +296,17 @@ class Curvature:
     ) -> Iterator[ExampleTile]:
         """Yield the gradient of the negative log-likelihood of each example, layer by layer.
 
-        The method takes the memory of one backward pass and of a tile of examples, at most 64 MiB
-        or one example; the gradients of all examples are never stored together. A
-        parameter without a layer takes a backward pass for each example.
+        The method needs the memory of one backward pass and of one tile of examples: at most 64
+        MiB, or one example. It never stores the gradients of all examples together. A parameter
+        without a layer takes a backward pass for each example.
 
         Args:
             inputs: Arrays by input name.
             targets: The targets of the loss, also ``Weighted``; for several losses, by output.
 
         Yields:
-            Tiles of consecutive examples, all of one layer before the next layer. The weighted sum
-            over the positions of an example is not divided.
+            Tiles of consecutive examples; a layer's tiles precede those of the next layer. An
+            example's gradient is the weighted sum over its positions, without a divisor.
 
         Raises:
             InputError: Inputs or targets are wrong.

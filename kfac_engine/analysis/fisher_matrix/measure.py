@@ -118,13 +118,13 @@ def require_memory(layout: Layout, factors: Iterable[FisherFactor]) -> int:
 def curvature(model: ModelSource, batches: Data, options: CurvatureOptions) -> Curvature:
     """Measure the Fisher matrix of a model on a data set.
 
-    The result is the mean over all examples, whatever the sizes of the batches are, of the Fisher
-    matrix of the negative log-likelihood, which is summed over the positions of an example. The
-    mean has neither decay nor damping.
+    The result is the mean of all examples' Fisher matrices, whatever the sizes of the batches are.
+    An example's loss is its negative log-likelihood, summed over its positions. The mean has
+    neither decay nor damping.
 
     Args:
         model: Path, bytes or ``ModelProto``.
-        batches: Data in a form of ``fit``. Arrays are one batch; files are read in batches of 128
+        batches: Data as for ``fit``. Arrays are one batch; files are read in batches of 128
             examples. Targets may be None or absent unless ``fisher`` is ``"empirical"``.
         options: The fields of ``CurvatureOptions``, each as a keyword; only ``loss`` is needed.
 

@@ -47,7 +47,7 @@ class CurvatureOptions:
         trainable: Pattern of the names of parameters to include; by default every constant that the
             graph uses like a parameter. A list may have several patterns.
         freeze: Pattern of the names of parameters to exclude. A list may have several patterns.
-        approximations: Approximation of a kind of layer, in place of the choice of the structure.
+        approximations: Approximation by kind of layer, in place of the structure's choice.
         threads: Number of threads, also of ONNX Runtime; by default as many as BLAS uses.
         backend: Array library.
         seed: Seed of sampled targets.

@@ -93,12 +93,12 @@ class Influence:
     def scores(self, queries: Data, train: Data) -> Array:
         """Return the score of each example for each query.
 
-        The gradients of as many queries as fit into 64 MiB are in memory; the training data are
-        read once for each such group.
+        The method holds the gradients of a group of queries, as many as fit into 64 MiB, and reads
+        the training data once for each group.
 
         Args:
-            queries: Data in a form of ``fit``.
-            train: The training data, in a form of ``fit``; they are read several times.
+            queries: Data as for ``fit``.
+            train: The training data, as for ``fit``; they are read several times.
 
         Returns:
             ``(queries, examples)`` in float64.
@@ -130,7 +130,7 @@ class Influence:
         example is unusual, or its target is wrong.
 
         Args:
-            train: The training data, in a form of ``fit``.
+            train: The training data, as for ``fit``.
 
         Returns:
             ``(examples,)`` in float64.

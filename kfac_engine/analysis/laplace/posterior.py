@@ -152,13 +152,13 @@ class Laplace:
     def fit_prior(self, noise: bool = False, validation: Data | None = None) -> "Laplace":
         """Choose the prior precision, and change the posterior.
 
-        By default the choice maximizes the evidence. A mapping as prior has a precision for each
-        block, and each of them is chosen.
+        By default the choice maximizes the evidence. If ``prior_precision`` is a mapping, a
+        precision is chosen for each block.
 
         Args:
             noise: Whether to choose the noise, too, for a loss ``normal``; not with
                 ``validation``.
-            validation: Data in a form of ``fit`` that the model was not trained on. The choice is
+            validation: Data as for ``fit`` that the model was not trained on. The choice is
                 then one precision between 1e-4 and 1e6 that maximizes the log-likelihood of these
                 targets by the link ``"probit"``.
 

@@ -34,12 +34,12 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SpectrumEstimate:
-    """Quadrature rules of random vectors; ``estimate_spectrum`` returns it.
+    """An estimated spectrum: a quadrature rule for each of several random vectors.
 
     Attributes:
         size: Number of rows of the matrix.
         nodes: Eigenvalues θ of the tridiagonal matrix of each random vector, ascending.
-        weights: Their weights w, with sum 1.
+        weights: Weight w of each node; the weights of a random vector have the sum 1.
     """
 
     size: int
@@ -95,7 +95,7 @@ class SpectrumEstimate:
         """Return the sum of a function over all eigenvalues.
 
         Args:
-            function: Eigenvalues to numbers, entry by entry.
+            function: Maps an array of eigenvalues to numbers, entry by entry.
         """
         pairs = zip(self.nodes, self.weights, strict=True)
         sums = self.size * np.array([float(weights @ function(nodes)) for nodes, weights in pairs])

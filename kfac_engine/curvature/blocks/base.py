@@ -100,8 +100,8 @@ class FisherBlock(ABC):
         """Add a part of the batch.
 
         Args:
-            inputs: Name of the layer's input, or names over uses.
-            outputs: Name of the layer's output before any nonlinearity, or names over uses.
+            inputs: Name of the layer's input, or a list with a name for each use.
+            outputs: Name of the layer's output before any nonlinearity, or a list likewise.
 
         Raises:
             RegistrationError: Inputs and outputs have different numbers of uses.
@@ -202,11 +202,11 @@ class FisherBlock(ABC):
 
     @property
     def basis(self) -> EigenbasisFactor | None:
-        """The factor that measures in the eigenvectors of two others; None without one."""
+        """The factor that measures in the eigenvectors of ``A ⊗ G``; None for other blocks."""
         return None
 
     def decompose(self, decomposition: Decomposition[Found]) -> Found:
-        """Return what ``decomposition`` computes for the form of this block.
+        """Call the method of ``decomposition`` for this form of block, and return its result.
 
         Raises:
             UnsupportedError: The eigenvalues have no closed form.
@@ -215,7 +215,7 @@ class FisherBlock(ABC):
         raise UnsupportedError(f"the block of {self.params} has no eigenvalues in closed form.")
 
     def read_examples(self, reader: ExampleReader[Found]) -> Found:
-        """Return what ``reader`` computes for the form of this layer."""
+        """Call the method of ``reader`` for this form of layer, and return its result."""
         return reader.one_by_one()
 
     @property

@@ -106,8 +106,8 @@ BY_SIZE = replace(DENSE, sized=_by_size)
 class KroneckerProductFB(FisherBlock):
     """A Kronecker block of a layer.
 
-    The tensors of several uses are a list over uses, or one tensor of all uses, ``(u·n, …)`` or
-    ``(u, n, …)``. Inputs, outputs and gradients may have different forms.
+    If a layer has several uses, its tensors are a list with a tensor for each use, or one tensor
+    ``(u·n, …)`` or ``(u, n, …)``. Inputs, outputs and gradients may have different forms.
 
     Args:
         collection: Owner of the factors.

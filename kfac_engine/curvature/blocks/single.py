@@ -161,7 +161,7 @@ class NaiveFullFB(SingleFactorFB):
         return len(self._batch)
 
     def add_part(self, batch_size: int | str) -> None:  # type: ignore[override] # no tensors of a layer
-        """Add a part of the batch: its size, or the name of a value whose first axis it is."""
+        """Add a part of the batch by its size, or by a value whose first axis has this size."""
         self._batch.append(batch_size)
 
     def register_additional_tower(self, batch_size: int | str) -> None:  # type: ignore[override] # likewise

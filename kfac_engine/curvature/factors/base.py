@@ -290,7 +290,7 @@ class FisherFactor(ABC):
             sizes: Result of ``check``; computed here if omitted.
             joined: Whether the batch is a part of another one, or a shard of a process. If the
                 statistic squares sums over a batch, the array then has the sums.
-            before: The measurement of earlier parts; the result is then that of all parts so far,
+            before: The measurement of earlier parts; the result then measures all parts so far,
                 in the same array.
         """
         if not self.sources:
@@ -340,7 +340,7 @@ class FisherFactor(ABC):
         return ToMeasure(values, sizes, sizes.count, self.statistic.names())
 
     def add_source(self, measurement: Measurement, values: Values) -> Measurement:
-        """Return a measurement with a further source of its batch; its array is reused."""
+        """Add a further source of the batch to a measurement; its array is reused."""
         if self.sources:
             return self._with_source(measurement, self.measure(values).array)
         array = self.widened(measurement.array)
@@ -374,11 +374,11 @@ class FisherFactor(ABC):
         return replace(first, array=array, count=count)
 
     def share(self, part: Part, total: Count) -> Part:
-        """Return the share of a part in a batch of the count ``total``; its array is reused."""
+        """Scale a part to its share in a batch of the count ``total``; its array is reused."""
         return part.share(self.statistic.share(part.count, total), total, self.narrowest)
 
     def widened(self, array: Array) -> Array:
-        """Return ``array`` in the least exact type that the factor allows, or in its own."""
+        """Return ``array`` in its own type, or in ``narrowest`` if that is more exact."""
         return array.astype(np.result_type(array.dtype, self.narrowest), copy=False)
 
     def prepare(self, values: Values) -> None:
@@ -566,7 +566,7 @@ class FisherFactor(ABC):
         return stack
 
     def matrix_side(self, shape: tuple[int, ...]) -> int:
-        """Return the rows of the matrix, or of each of a stack, for a shape of the average."""
+        """Return the number of rows of the matrix, or of each matrix of a stack."""
         return int(shape[-1])
 
     def blocks(self, shape: tuple[int, ...]) -> int:
@@ -588,7 +588,7 @@ class FisherFactor(ABC):
             xp: Its array module.
 
         Returns:
-            The diagonal, with larger numbers in place of those far below the median.
+            The diagonal; larger numbers replace entries far below the median.
         """
         raise NotImplementedError  # of factors that are ``damped_by_feature`` only
 
@@ -614,7 +614,7 @@ class FisherFactor(ABC):
 
     @abstractmethod
     def register_cholesky_inverse(self, damping_func: Damping) -> None:
-        """Have the inverse of that Cholesky factor computed at each refresh."""
+        """Have the inverse Cholesky factor of ``C + damping·I`` computed at each refresh."""
 
     def refresh(self) -> None:
         """Recompute everything registered from the current average and dampings."""

@@ -51,10 +51,10 @@ def add_adapters(
     arXiv:2106.09685). ``A`` and ``B`` are the initializers ``<layer>.lora_A`` and
     ``<layer>.lora_B`` in the element type of the product, so ``trainable="*lora*"`` trains only
     them. They are inputs with default values as well: a caller of ONNX Runtime may replace them in
-    each run, by ``LoraAdapter`` for example. All other nodes and weights are unchanged, but for
+    each run, by ``LoraAdapter`` for example. All other nodes and weights are unchanged, except
     products of dynamic quantization (``MatMulInteger``, ``DynamicQuantizeMatMul``) that have an
     adapter or come after one: they multiply by the same integers without rounding their operand,
-    because rounding has no derivative.
+    because rounding is not differentiable.
 
     Args:
         model: Path, bytes or ``ModelProto``.
@@ -63,9 +63,9 @@ def add_adapters(
             ``MatMul``, also with a stack of weights), convolutions without groups, embeddings
             (``Gather``), and these products with integer weights (``MatMulNBits``,
             ``GatherBlockQuantized``, ``MatMulInteger``, ``DynamicQuantizeMatMul``, and weights
-            behind ``DequantizeLinear``). By default all dense
-            layers and 1 × 1 convolutions that are wide enough for the rank.
-        alpha: Factor of the update, times the rank.
+            behind ``DequantizeLinear``). By default all dense layers and 1 × 1 convolutions that
+            are wide enough for the rank.
+        alpha: The update is multiplied by ``alpha / rank``.
         seed: Seed of ``A``, which is uniform within ``±1/√inputs``, and within ±1 for embeddings.
         path: Path of a file for the result. Required for more than 2 GB of weights.
 
@@ -308,11 +308,11 @@ def _without_activation(edited: EditedModel, product: Product) -> onnx.NodeProto
 
 
 def merge_adapters(model: ModelSource, *, path: str | Path | None = None) -> ModelProto:
-    """Return a model whose weights contain its adapters, with the nodes of the model without them.
+    """Return a model whose weights contain its adapters, without the adapters' nodes.
 
-    An adapter is a product with two matrices whose names contain ``lora``, of the same operand as
-    the product that it is added to: what ``add_adapters`` writes, and what an exporter writes for
-    an adapter of PyTorch.
+    An adapter multiplies an operand by two matrices whose names contain ``lora``, and is added to a
+    product of the same operand. ``add_adapters`` writes this form, and an exporter writes it for an
+    adapter of PyTorch.
 
     Args:
         model: Path, bytes or ``ModelProto``.

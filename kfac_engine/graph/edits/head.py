@@ -79,8 +79,8 @@ def replace_head(
     The head is the last product with a stored weight before an output: ``Gemm``, ``MatMul``,
     ``Conv``, ``ConvTranspose``, ``MatMulNBits``, or a product with integers. Its weights are the
     initializers ``head.weight`` and, if the old head has a bias, ``head.bias``, in floating point.
-    Other weights are unchanged: that of a tied head remains the weight of the embedding. Weights
-    that nothing reads any more are removed.
+    Other weights are unchanged. If an embedding shares the old head's weight, the embedding keeps
+    it. Weights that no operator reads any more are removed.
 
     Args:
         model: Path, bytes or ``ModelProto``.
@@ -89,11 +89,10 @@ def replace_head(
             one output is removed if there are more classes.
         outputs: Number of real outputs, in place of ``classes``. Softmax, LogSoftmax and Sigmoid
             after the head are removed.
-        at: Name of the value that the head reads, or of its result where several layers read the
-            value, if the model has several heads or none. If an
-            operator after this head needs the old number of outputs, all that follows the head is
-            removed, and the first floating-point output that depended on it has the result of the
-            new head.
+        at: Name of the value that the head reads, or of the head's result if several layers read
+            the value; needed if the model has several heads or none. If an operator after this
+            head needs the old number of outputs, all operators after the head are removed, and the
+            new head's result replaces the first floating-point output that depended on it.
         seed: Seed of ``head.weight``, which is uniform within ``±1/√inputs``. The bias is zero.
         path: Path of a file for the result. Required for more than 2 GB of weights.
 

@@ -136,7 +136,7 @@ class BestWeights(_BestValidation):
         return self._weights
 
     def state(self, optimizer: Optimizer) -> SavedState:
-        """Return the best score, its step, and the weights; present weights before the first."""
+        """Return the best score, its step and the weights; before a validation, present weights."""
         weights = self._weights or Weights.present(optimizer.engine)
         return replace(super().state(optimizer), arrays=weights.arrays)
 

@@ -79,7 +79,7 @@ class WeightAverage(Callback):
         self._include(record, optimizer)
 
     def state(self, optimizer: Optimizer) -> SavedState:
-        """Return the average and the number of its steps; present weights before the first."""
+        """Return the average and its number of steps; before the first step, present weights."""
         arrays = self._average or Weights.present(optimizer.engine).parameters
         return replace(super().state(optimizer), arrays={"parameter": arrays})
 
