@@ -101,9 +101,9 @@ class EngineOptions:
             for a single process. Each process passes its part of the batch, and all receive the
             results of the whole batch.
         distribution: Division of the work among the processes. With ``"replicate"``, all of them
-            store all inverses, and each computes some. With ``"shard"``, each layer has an owner, which
-            stores its inverses and preconditions its gradient; a step returns the gradients of the
-            layers that the process owns.
+            store all inverses, and each computes some. With ``"shard"``, each layer has an owner,
+            which stores its inverses and preconditions its gradient; a step returns the gradients
+            of the layers that the process owns.
     """
 
     loss: LossChoices
