@@ -49,40 +49,7 @@ def rows(x, window, groups, *, ones):
     return np.concatenate([found, np.ones((*found.shape[:3], 1))], axis=3) if ones else found
 
 
-def start(wanted, *, symmetric, beta):
-    old = np.random.default_rng(2).normal(size=wanted.shape).astype(np.float32)
-    old = old + old.swapaxes(1, 2) if symmetric else old
-    return old if beta else np.full_like(old, np.nan)
-
-
-def check_moment(
-    case,
-    groups,
-    *,
-    order="forward",
-    ones=True,
-    dtype=np.float32,
-    beta=BETA,
-    processors=2,
-    scratch=SCRATCH,
-    channels_last=False,
-):
-    x = grouped(case, groups, dtype)
-    if channels_last:
-        x = np.moveaxis(np.ascontiguousarray(np.moveaxis(x, 1, -1)), -1, 1)
-    z = rows(x, case.window, groups, ones=ones)
-    wanted = ALPHA * np.einsum("gnti,gntj->gij", z, z)
-    out = start(wanted, symmetric=True, beta=beta)
-    if beta:
-        wanted += beta * out
-    device = ShimDevice(order, processors)
-    GroupProducts(device, scratch).add_moments(x, case.window, out, Accumulation(ones, ALPHA, beta))
-    np.testing.assert_array_equal(out, out.swapaxes(1, 2))
-    np.testing.assert_allclose(out, wanted, rtol=0, atol=TOLERANCE * np.abs(wanted).max())
-    return device
-
-
-def check_squares(
+def check(
     case,
     groups,
     columns=3,
@@ -93,64 +60,64 @@ def check_squares(
     beta=BETA,
     processors=2,
     scratch=SCRATCH,
+    channels_last=False,
 ):
+    """Compare the moments and the squares of groups with their definitions; return the device."""
     x = grouped(case, groups, dtype)
+    if channels_last:
+        x = np.moveaxis(np.ascontiguousarray(np.moveaxis(x, 1, -1)), -1, 1)
     z = rows(x, case.window, groups, ones=ones)
     outputs = case.window.output_shape(case.sides)
     y = np.random.default_rng(3).standard_normal((case.n, *outputs, groups * columns))
     y = np.moveaxis(y.astype(dtype), -1, 1)
     g = y.astype(np.float64).reshape(case.n, groups, columns, -1)
-    wanted = ALPHA * (np.einsum("gnti,ngot->gnio", z, g) ** 2).sum(axis=1)
-    out = start(wanted, symmetric=False, beta=beta)
-    if beta:
-        wanted += beta * out
+    moment = ALPHA * np.einsum("gnti,gntj->gij", z, z)
+    squares = ALPHA * (np.einsum("gnti,ngot->gnio", z, g) ** 2).sum(axis=1)
     device = ShimDevice(order, processors)
-    GroupProducts(device, scratch).add_squares(
-        x, case.window, y, out, Accumulation(ones, ALPHA, beta)
-    )
-    np.testing.assert_allclose(out, wanted, rtol=0, atol=TOLERANCE * np.abs(wanted).max())
+    products, how = GroupProducts(device, scratch), Accumulation(ones, ALPHA, beta)
+    for wanted, add in (
+        (moment, lambda out: products.add_moments(x, case.window, out, how)),
+        (squares, lambda out: products.add_squares(x, case.window, y, out, how)),
+    ):
+        old = np.random.default_rng(2).normal(size=wanted.shape).astype(np.float32)
+        old = old + old.swapaxes(1, 2) if wanted is moment else old
+        out = old.copy() if beta else np.full_like(old, np.nan)
+        add(out)
+        expected = wanted + beta * old
+        if wanted is moment:
+            np.testing.assert_array_equal(out, out.swapaxes(1, 2))
+        np.testing.assert_allclose(out, expected, rtol=0, atol=TOLERANCE * np.abs(expected).max())
     return device
 
 
 @each_order
 @pytest.mark.parametrize(("case", "groups"), [*WIDE, (STRIDED[0], 3)], ids=str)
 def test_group_products_are_independent_of_thread_order(case, groups, order):
-    check_moment(case, groups, order=order)
-    check_squares(case, groups, order=order)
+    check(case, groups, order=order)
 
 
 @pytest.mark.parametrize("groups", [1, 3])
 @pytest.mark.parametrize("case", GEOMETRIES, ids=str)
 def test_group_products_equal_definition_for_any_geometry(case, groups):
-    check_moment(case, groups)
-    check_squares(case, groups)
+    check(case, groups)
 
 
-@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
-def test_half_precision_groups_are_summed_in_float32(dtype):
-    check_moment(*WIDE[0], dtype=dtype)
-    check_squares(*WIDE[0], dtype=dtype)
+PIECES = Case(Window((3, 3), (1, 1), (1, 1), (1, 1), (1, 1)), 5, 1, (20, 20)), 2
+VARIANTS = {
+    "float16": (WIDE[0], {"dtype": np.float16}),
+    "bfloat16": (WIDE[0], {"dtype": ml_dtypes.bfloat16}),
+    "without the homogeneous coordinate": (WIDE[0], {"ones": False}),
+    "over NaN": (WIDE[0], {"beta": 0}),
+    "channels last": (WIDE[0], {"channels_last": True}),
+    "more columns than a tile": (WIDE[0], {"columns": 70}),
+    "pieces of one": (PIECES, {"scratch": 1, "processors": 3}),
+    "one piece": (PIECES, {"processors": 3}),
+}
 
 
-def test_group_products_without_homogeneous_coordinate_equal_definition():
-    check_moment(*WIDE[0], ones=False)
-    check_squares(*WIDE[0], ones=False)
-
-
-def test_zero_beta_overwrites_nan():
-    check_moment(*WIDE[0], beta=0)
-    check_squares(*WIDE[0], beta=0)
-
-
-def test_images_may_have_any_strides():
-    check_moment(*WIDE[0], channels_last=True)
-
-
-@pytest.mark.parametrize("scratch", [1, SCRATCH])
-def test_pieces_fit_scratch_memory(scratch):
-    case = Case(Window((3, 3), (1, 1), (1, 1), (1, 1), (1, 1)), 5, 1, (20, 20))
-    check_moment(case, 2, scratch=scratch, processors=3)
-    check_squares(case, 2, scratch=scratch, processors=3)
+@pytest.mark.parametrize(("case", "options"), VARIANTS.values(), ids=VARIANTS)
+def test_group_products_of_each_variant_equal_definition(case, options):
+    check(*case, **options)
 
 
 # Rows that fit the registers of a thread: of three and of ten, and of each of many images.
@@ -164,8 +131,7 @@ FEW = [
 @each_order
 @pytest.mark.parametrize(("case", "groups"), FEW, ids=str)
 def test_register_products_are_independent_of_thread_order(case, groups, order):
-    assert "few_products" in check_moment(case, groups, order=order).launched
-    assert "few_squares" in check_squares(case, groups, 1, order=order).launched
+    assert {"few_products", "few_squares"} <= set(check(case, groups, 1, order=order).launched)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
@@ -173,13 +139,7 @@ def test_register_products_are_independent_of_thread_order(case, groups, order):
 @pytest.mark.parametrize("beta", [0, BETA])
 @pytest.mark.parametrize(("case", "groups"), FEW, ids=str)
 def test_register_products_support_all_types(case, groups, beta, ones, dtype):
-    options = {"beta": beta, "ones": ones, "dtype": dtype, "processors": 5}
-    check_moment(case, groups, **options)
-    check_squares(case, groups, 1, **options)
-
-
-def test_columns_above_tile_size_are_computed():
-    check_squares(*WIDE[0], columns=70)
+    check(case, groups, 1, beta=beta, ones=ones, dtype=dtype, processors=5)
 
 
 # Axes of data after the batch, and how they lie in memory: the first is that of the entries.

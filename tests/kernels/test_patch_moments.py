@@ -67,10 +67,10 @@ def check(
     scratch=SCRATCH,
     processors=2,
     beta=BETA,
-    strides="contiguous",
+    channels_last=False,
 ):
     x = case.images(seed=1).astype(dtype)
-    if strides == "channels last":
+    if channels_last:
         x = np.moveaxis(np.ascontiguousarray(np.moveaxis(x, 1, -1)), -1, 1)
     wanted = truth(case, x, homogeneous)
     old = np.random.default_rng(2).normal(size=wanted.shape).astype(np.float32)
@@ -102,20 +102,19 @@ def test_patch_moment_equals_definition_for_any_geometry(case, products):
     check(case, products=products)
 
 
+VARIANTS = {
+    "float16": {"dtype": np.float16},
+    "bfloat16": {"dtype": ml_dtypes.bfloat16},
+    "channels last": {"channels_last": True},
+    "over NaN": {"beta": 0},
+}
+
+
 @pytest.mark.parametrize("case", [TILED[0], UNTILED[0]], ids=str)
-@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
+@pytest.mark.parametrize("options", VARIANTS.values(), ids=VARIANTS)
 @pytest.mark.parametrize("products", [0, 3])
-def test_half_precision_is_accumulated_in_float32(case, dtype, products):
-    check(case, dtype=dtype, products=products)
-
-
-@pytest.mark.parametrize("case", [TILED[0], UNTILED[0]], ids=str)
-def test_images_may_have_any_strides(case):
-    check(case, strides="channels last", products=3)
-
-
-def test_zero_beta_overwrites_nan():
-    check(UNTILED[0], beta=0)
+def test_patch_moment_of_each_variant_equals_definition(case, options, products):
+    check(case, products=products, **options)
 
 
 @pytest.mark.parametrize("bad", [np.nan, -np.nan, np.inf])
