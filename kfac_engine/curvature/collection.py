@@ -271,7 +271,7 @@ class LayerCollection(FactorOwner):
             others = self._uses.keys() & set(uses(key))
             if others:
                 raise RegistrationError(
-                    f"{_listed(others)} of {key} belong(s) to another registered layer."
+                    f"{', '.join(sorted(others))} of {key} belong(s) to another registered layer."
                 )
             return block
         same = type(known) is type(block) or (not exact and isinstance(known, type(block)))
@@ -342,7 +342,3 @@ def canonical_key(params: Params | Sequence[str]) -> Params:
     ):
         raise RegistrationError(f"params must be distinct names of parameters, got {params!r}.")
     return key
-
-
-def _listed(names: Iterable[str]) -> str:
-    return ", ".join(sorted(names))

@@ -125,8 +125,8 @@ def derivatives(  # noqa: PLR0913 (every choice a user has, each with a default)
     d = prod(features)
     numbers = numbered(labels, d)
     quantities = [
-        *([_jacobian(d)] if jacobian else []),
-        *([_laplacian(d)] if laplacian else []),
+        *([_Quantity("jacobian of {}", tuple(range(d)), 1)] if jacobian else []),
+        *([_Quantity("laplacian of {}", (tuple((i, i) for i in range(d)),))] if laplacian else []),
         *([_hessian(d)] if hessian else []),
         *(_directional(d) if directional else []),
         *(_selected(each, numbers) for each in selected),
@@ -219,14 +219,6 @@ class _Quantity:
         """The directions of all entries."""
         pairs = (((e, e),) if isinstance(e, int) else e for e in self.entries)
         return frozenset(i for entry in pairs for pair in entry for i in pair)
-
-
-def _jacobian(d: int) -> _Quantity:
-    return _Quantity("jacobian of {}", tuple(range(d)), 1)
-
-
-def _laplacian(d: int) -> _Quantity:
-    return _Quantity("laplacian of {}", (tuple((i, i) for i in range(d)),))
 
 
 def _hessian(d: int) -> _Quantity:

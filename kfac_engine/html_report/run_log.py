@@ -189,7 +189,7 @@ class SpectrumEntry:
 
 def layer_entries(run: Json) -> tuple[list[LayerEntry], int]:
     """Return the layers of a run, and how many further layers are left out."""
-    rows = _objects(run.get("layers"))
+    rows = [value for value in _list(run.get("layers")) if isinstance(value, Mapping)]
     return [
         LayerEntry(
             _names(row.get("parameters")),
@@ -245,10 +245,6 @@ def _pairs(values: object) -> Iterator[tuple[int, float]]:
             rank, value = _whole(entries[0]), _number(entries[1])
             if rank is not None and value is not None:
                 yield rank, value
-
-
-def _objects(values: object) -> list[Json]:
-    return [value for value in _list(values) if isinstance(value, Mapping)]
 
 
 def _list(values: object) -> list[Any]:

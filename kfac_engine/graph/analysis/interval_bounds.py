@@ -73,10 +73,6 @@ def _rising(function: Callable[[float], float]) -> _Rule:
     return rule
 
 
-def _within(low: float, high: float) -> _Rule:
-    return lambda node, known: (low, high)
-
-
 def _clip(node: Node, known: _Known) -> Interval:
     low, high = known(node.inputs[0])
     least, most = (*(known(name) if name else _ANY for name in node.inputs[1:]), _ANY, _ANY)[:2]
@@ -145,7 +141,7 @@ _RULES: Mapping[str, _Rule] = {
     "Clip": _clip,
     "Max": _extreme(max),
     "Min": _extreme(min),
-    **dict.fromkeys(("Softmax", "HardSigmoid"), _within(0, 1)),
+    **dict.fromkeys(("Softmax", "HardSigmoid"), lambda node, known: (0, 1)),
     "Sigmoid": _rising(_sigmoid),
     "Tanh": _rising(tanh),
     "Erf": _rising(erf),
