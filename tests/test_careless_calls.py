@@ -369,10 +369,10 @@ def estimator(**options):
 @pytest.mark.parametrize(
     ("name", "value"),
     [("variables", None), ("variables", ("w",)), ("variables", 3), ("cov_ema_decay", "0.9"),
-     ("cov_ema_decay", None), ("cov_ema_decay", 2), ("damping", None), ("damping", "1"),
-     ("damping", -1.0), ("exps", -1), ("exps", ("a",)), ("exps", None), ("estimation_mode", None),
-     ("estimation_mode", ["exact"]), ("layer_collection", 3), ("batch_size", "8"), ("seed", -1),
-     ("seed", "0")],
+     ("cov_ema_decay", None), ("cov_ema_decay", 2), ("cov_ema_decay", -0.1), ("damping", None),
+     ("damping", "1"), ("damping", -1.0), ("exps", -1), ("exps", ("a",)), ("exps", None),
+     ("estimation_mode", None), ("estimation_mode", ["exact"]), ("layer_collection", 3),
+     ("batch_size", "8"), ("seed", -1), ("seed", "0")],
 )  # fmt: skip
 def test_invalid_estimator_call_raises_error(name, value):
     with pytest.raises(ke.KfacError):

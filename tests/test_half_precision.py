@@ -312,11 +312,6 @@ def test_value_above_range_of_file_type_raises_error():
         _ = engine.parameters
 
 
-def test_unknown_gradient_dtype_raises_error():
-    with pytest.raises(InputError, match="gradient_dtype is 'float16'; choose one of: file, float"):
-        ke.Engine.from_onnx(models.mlp(), loss="categorical", gradient_dtype="float16")
-
-
 @pytest.mark.parametrize("kind", ["float16", "bfloat16"])
 def test_reading_bits_of_half_precision_raises_error(kind):
     code = helper.np_dtype_to_tensor_dtype(DTYPES[kind])

@@ -204,11 +204,6 @@ def test_added_refresh_policy_equals_copied_row(name, add, folder):
     assert_alike(*(driven(network(), schedule=schedule) for schedule in schedules))
 
 
-def test_unknown_policy_error_lists_known_names():
-    with pytest.raises(ke.InputError, match="balanced_ranks; got 'never'"):
-        ke.Schedule(policy="never")
-
-
 # -- losses ----------------------------------------------------------------------------------------
 
 

@@ -1,11 +1,9 @@
 """What a caller gives comes to the host, from whatever library."""
 
 import numpy as np
-import pytest
 
 from kfac_engine.backend.cpu.backend import NumpyBackend
 from kfac_engine.backend.namespace import on_host
-from kfac_engine.errors import InputError
 from tests.foreign import Foreign
 
 
@@ -20,8 +18,3 @@ def test_on_host_shares_arrays_of_other_libraries():
     array = np.ones(3)
     found = on_host({"a": Foreign(array)}, NumpyBackend())["a"]
     assert np.shares_memory(found, array)
-
-
-def test_on_host_rejects_arrays_without_names():
-    with pytest.raises(InputError, match=r"\{name: array\}, got list"):
-        on_host([np.ones(3)], NumpyBackend())

@@ -46,12 +46,6 @@ def test_a_layer_has_a_parameter_or_a_pair(layer, key):
     assert lc.registered_variables == ()
 
 
-@pytest.mark.parametrize("register", [LAYERS["convolution"], LAYERS["any convolution"]])
-def test_a_filter_must_be_declared(register):
-    with pytest.raises(ValueError, match=r"shape of 'w' is needed .*LayerCollection\(graph="):
-        register(ke.LayerCollection(), "w")
-
-
 def test_blocks_and_variables_come_in_the_order_of_registration():
     lc = ke.LayerCollection()
     lc.register_fully_connected(("w2", "b2"), "y", "z")

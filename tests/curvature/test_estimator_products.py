@@ -248,14 +248,6 @@ def test_a_value_that_the_trace_does_not_have_is_named():
         estimator.update_covariances(trace)
 
 
-def test_a_batch_of_another_size_than_promised_is_refused():
-    estimator = estimate(batch_size=N)
-    estimator.update_covariances(run(batch()))
-    with pytest.raises(ValueError, match=f"Batch size {N + 1} .* did not match value {N}"):
-        estimator.update_covariances(run(batch(n=N + 1)))
-    estimate().update_covariances(run(batch(n=N + 1)))
-
-
 def test_an_estimator_needs_losses_a_known_mode_and_all_parameters():
     with pytest.raises(ValueError, match="at least one registered loss"):
         estimator_of(layers())
@@ -303,12 +295,6 @@ def test_powers_that_were_not_asked_for_are_unknown():
         estimator.multiply_matpower(-0.5, vector)
     with pytest.raises(KeyError, match="not registered"):
         estimator.multiply_cholesky(vector)
-
-
-@pytest.mark.parametrize("decay", [-0.1, 1.1, np.nan])
-def test_a_decay_that_is_none_is_refused(decay):
-    with pytest.raises(ValueError, match="decay"):
-        estimate(decay=decay)
 
 
 @pytest.mark.parametrize("damping", [-0.1, np.nan, np.inf])

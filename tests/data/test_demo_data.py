@@ -11,7 +11,6 @@ from onnx import numpy_helper
 from onnx.reference import ReferenceEvaluator
 
 from kfac_engine.data import MODELS, demo_model, digits
-from kfac_engine.errors import UnknownNameError
 from scripts import make_demo_data
 
 # Examples of each class in the test set, from the description at the UCI repository.
@@ -68,8 +67,3 @@ def test_demo_models_map_any_batch_of_images_to_ten_logits(name, batch):
     (logits,) = ReferenceEvaluator(demo_model(name)).run(None, {"image": images[:batch]})
     assert logits.shape == (batch, 10)
     assert np.isfinite(logits).all()
-
-
-def test_unknown_demo_model_error_lists_known_names():
-    with pytest.raises(UnknownNameError, match=r"'resnet'.*mlp, cnn"):
-        demo_model("resnet")

@@ -429,9 +429,3 @@ def test_array_alone_is_refused_for_several_inputs():
     with pytest.raises(ke.InputError, match=r"several inputs; give a dictionary .* for x, y"):
         engine.loss(x, x)
     engine.loss({"x": x, "y": x}, x)
-
-
-@pytest.mark.parametrize("inputs", [None, "x.npz", 3])
-def test_what_is_no_array_is_refused(inputs):
-    with pytest.raises(ke.InputError, match="inputs must be a mapping"):
-        net.engine(threads=1).loss(inputs, net.batch()[1])

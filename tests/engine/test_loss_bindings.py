@@ -263,11 +263,6 @@ def test_outputs_on_the_way_to_another_need_no_loss():
     assert "cotangent" in [i.name for i in ke.differentiate(cached()).graph.input]
 
 
-def test_two_ends_are_not_chosen_from():
-    with pytest.raises(ke.InputError, match=r"outputs logits, mean; name .* loss=\{'logits': 'no"):
-        ke.Engine.from_onnx(models.two_outputs(), loss="categorical")
-
-
 HEADS = {"logits": "categorical", "mean": "normal"}
 REFUSED = {
     "an unknown output": ({"loss": {"logit": "categorical"}}, "no output matches 'logit'"),

@@ -188,41 +188,26 @@ def test_non_tensor_error_names_value(model, words):
     check(model, UnsupportedError, words)
 
 
-def test_huge_fill_error_names_node():
-    model = graph_of(
-        "(float[2] x) => (float[] y) <int64[2] s = {3000000000, 30000000000}>"
-        "{ w = ConstantOfShape (s)  y = Add (x, w) }"
-    )
-    check(model, ModelError, ("'w'", "3000000000"))
+FILL = """(float[2] x) => (float[] y) <int64[{}] s = {{{}}}>
+    {{ w = ConstantOfShape (s)  y = Add (x, w) }}"""
+FUNCTIONS = """<ir_version: 8, opset_import: ["": 18, "own": 1]>
+    m (float[2] x) => (float[2] y) {{ y = own.first (x) }}
+    <domain: "own", opset_import: ["": 18, "own": 1]>
+    first (a) => (b) {{ b = own.{} (a) }}
+    <domain: "own", opset_import: ["": 18, "own": 1]>
+    second (a) => (b) {{ b = own.first (a) }}"""
+ENDLESS = {
+    "a huge fill": (graph_of(FILL.format(2, "3000000000, 30000000000")), ("'w'", "3000000000")),
+    "a negative fill": (graph_of(FILL.format(1, -2)), ("'w'", "-2")),
+    "a function that calls itself": (parser.parse_model(FUNCTIONS.format("first")), ("function",)),
+    "functions that call each other": (
+        parser.parse_model(FUNCTIONS.format("second")), ("function",)),
+}  # fmt: skip
 
 
-def test_negative_fill_error_names_node():
-    model = graph_of(
-        "(float[2] x) => (float[] y) <int64[1] s = {-2}>{ w = ConstantOfShape (s)  y = Add (x, w) }"
-    )
-    check(model, ModelError, ("'w'", "-2"))
-
-
-def test_recursive_function_raises_error():
-    model = parser.parse_model(
-        """<ir_version: 8, opset_import: ["": 18, "own": 1]>
-        m (float[2] x) => (float[2] y) { y = own.loop (x) }
-        <domain: "own", opset_import: ["": 18, "own": 1]>
-        loop (a) => (b) { b = own.loop (a) }"""
-    )
-    check(model, ModelError, ("function",))
-
-
-def test_mutually_recursive_functions_raise_error():
-    model = parser.parse_model(
-        """<ir_version: 8, opset_import: ["": 18, "own": 1]>
-        m (float[2] x) => (float[2] y) { y = own.first (x) }
-        <domain: "own", opset_import: ["": 18, "own": 1]>
-        first (a) => (b) { b = own.second (a) }
-        <domain: "own", opset_import: ["": 18, "own": 1]>
-        second (a) => (b) { b = own.first (a) }"""
-    )
-    check(model, ModelError, ("function",))
+@pytest.mark.parametrize(("model", "words"), ENDLESS.values(), ids=ENDLESS)
+def test_fills_and_functions_without_bound_are_refused(model, words):
+    check(model, ModelError, words)
 
 
 # -- external data --------------------------------------------------------------------------------

@@ -142,11 +142,6 @@ def test_model_with_text_input_can_be_inspected():
     assert (report.output, report.batch_axis, report.coupling) == ("y", 0, "")
 
 
-def test_negative_seed_raises_error():
-    with pytest.raises(ke.InputError, match=r"seed must be .*at least 0, got -1"):
-        ke.Engine.from_onnx(resized("4"), loss="normal", seed=-1)
-
-
 @pytest.mark.parametrize("transposed", ["transA", "transB"])
 def test_gemm_transposes_for_any_nonzero_flag(transposed):
     """As ONNX says; the gradient is that of the flag 1."""

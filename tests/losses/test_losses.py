@@ -1,5 +1,6 @@
 """What holds for every loss: gradients, factors, Gauss-Newton, element types, names, bad input."""
 
+from functools import partial
 from itertools import product
 
 import numpy as np
@@ -346,22 +347,19 @@ def test_invalid_class_error_names_position():
         CATEGORICAL("z", "t", class_axis=1).value({"z": np.zeros((2, 3, 2, 2)), "t": targets})
 
 
-def test_evaluating_loss_without_targets_raises_error():
-    with pytest.raises(InputError, match="no targets"):
-        CATEGORICAL("z").evaluate()
-    with pytest.raises(InputError, match=r"targets 't'.*missing"):
-        CATEGORICAL("z", "t").evaluate()(V)
-
-
-@pytest.mark.parametrize("var", [0, -1.0, np.nan, np.inf, "t"], ids=str)
-def test_variance_must_be_a_positive_number(var):
-    with pytest.raises(InputError, match="positive number"):
-        NORMAL("z", var)
-
-
-def test_same_name_for_mean_and_variance_raises_error():
-    with pytest.raises(RegistrationError, match="'z'"):
-        BOTH("z", "z")
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        *((partial(NORMAL, "z", var), InputError, "positive number")
+          for var in (0, -1.0, np.nan, np.inf, "t")),
+        (lambda: BOTH("z", "z"), RegistrationError, "'z'"),
+        *((partial(RegisteredLoss, "head", NORMAL("z"), k), RegistrationError, "'head'.*coeffic")
+          for k in (-1.0, np.nan, np.inf)),
+    ],
+)  # fmt: skip
+def test_wrong_constants_of_a_loss_are_refused(make, error, message):
+    with pytest.raises(error, match=message):
+        make()
 
 
 @pytest.mark.parametrize(
@@ -379,12 +377,6 @@ def test_same_name_for_mean_and_variance_raises_error():
 def test_invalid_vectors_raise_error(use, message):
     with pytest.raises(InputError, match=message):
         use()
-
-
-@pytest.mark.parametrize("coefficient", [-1.0, np.nan, np.inf], ids=str)
-def test_coefficient_must_be_finite_and_not_negative(coefficient):
-    with pytest.raises(RegistrationError, match=r"'head'.*coefficient"):
-        RegisteredLoss("head", NORMAL("z"), coefficient)
 
 
 @every_loss

@@ -131,19 +131,6 @@ def test_restrain_refreshes_all_factors_in_the_next_step():
 # -- refused options -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"refresh_every": 0}, ke.InputError, "refresh_every"),
-        ({"statistics_every": 0}, ke.InputError, "statistics_every"),
-        ({"statistics_part": 1.5}, ke.InputError, r"statistics_part must lie in \(0, 1\]"),
-    ],
-)
-def test_wrong_schedules_are_refused(options, error, message):
-    with pytest.raises(error, match=message):
-        ke.KfacOptimizer(net.engine(), **options)
-
-
 def test_the_schedule_of_the_engine_is_left_alone():
     engine = net.engine(schedule=ke.Schedule(refresh_every=3))
     run(ke.KfacOptimizer(engine), range(3))

@@ -117,17 +117,15 @@ def test_inverses_and_roots_equal_numpy_backend(backend, side, dtype):
 
 
 @pytest.mark.parametrize("name", ["damped_inverse", "damped_cholesky"])
-def test_matrix_indefinite_by_rounding_receives_more_damping(backend, name):
-    matrix = np.diag([1.0, -1e-5]).astype(np.float32)
-    found = OPERATIONS[name](backend, backend.asarray(matrix), 1e-6)
-    equal(backend, found, OPERATIONS[name](NUMPY, matrix, 1e-6), 1e-5)
-
-
-@pytest.mark.parametrize("name", ["damped_inverse", "damped_cholesky"])
-def test_negative_eigenvalues_of_indefinite_matrix_become_zero(backend, name):
-    matrix = np.diag([1.0, -3.0, 2.0]).astype(np.float32)
-    found = OPERATIONS[name](backend, backend.asarray(matrix), 1e-3)
-    equal(backend, found, OPERATIONS[name](NUMPY, matrix, 1e-3), 1e-6)
+@pytest.mark.parametrize(
+    ("diagonal", "damping", "tolerance"),
+    [([1.0, -1e-5], 1e-6, 1e-5), ([1.0, -3.0, 2.0], 1e-3, 1e-6)],
+    ids=["indefinite by rounding", "indefinite"],
+)
+def test_indefinite_matrices_are_damped_alike(backend, name, diagonal, damping, tolerance):
+    matrix = np.diag(diagonal).astype(np.float32)
+    found = OPERATIONS[name](backend, backend.asarray(matrix), damping)
+    equal(backend, found, OPERATIONS[name](NUMPY, matrix, damping), tolerance)
 
 
 def test_eighs_returns_eigenvectors(backend):

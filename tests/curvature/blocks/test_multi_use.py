@@ -203,14 +203,6 @@ def test_gradients_must_list_as_many_uses():
         observe(collection, [[["d0", "d1", "d2"]]], [])
 
 
-@pytest.mark.parametrize("shape", [(4, D_IN), (2, 3, D_IN), (USES, 2, 2, D_IN)])
-def test_a_tensor_that_does_not_hold_the_uses_is_refused(shape):
-    collection = ke.LayerCollection()
-    collection.register_fully_connected_multi("w", "x", "s", num_uses=USES)
-    with pytest.raises(ke.ShapeError, match="3 uses"):
-        observe(collection, [["d"]], [{"x": np.ones(shape), "d": np.ones((6, D_OUT))}])
-
-
 @pytest.mark.parametrize(
     ("inputs", "outputs", "uses"), [(["x0", "x1"], ["s0", "s1"], 2), ("x", "s", 1)]
 )

@@ -14,11 +14,6 @@ def _cleared():
     ke.set_default_layer_collection(None)
 
 
-def test_there_is_no_default_at_first():
-    with pytest.raises(RegistrationError, match="no default LayerCollection is set"):
-        ke.get_default_layer_collection()
-
-
 def test_the_default_is_a_collection():
     with pytest.raises(InputError, match="layer_collection must be"):
         ke.set_default_layer_collection("mine")

@@ -242,19 +242,3 @@ def test_sub_sampling_may_be_asked_for():
 def test_arguments_that_do_not_fit_are_value_errors(make):
     with pytest.raises(ValueError, match=r"\S"):
         make()
-
-
-@pytest.mark.parametrize(
-    ("factor", "values"),
-    [
-        (ke.DiagonalKroneckerFactor([["x"]]), {"x": np.ones((2, 3, 4))}),
-        (ke.FullyConnectedMultiKF([["x"]], 3), {"x": np.ones((4, 2))}),
-        (ke.NaiveDiagonalFactor([("x", "y")], 1), {"x": np.ones(2), "y": np.ones(2)}),
-        (ke.ConvInputKroneckerFactor(["x"], FILTER, "SAME"), {"x": np.ones((2, 3, 4))}),
-    ],
-    ids=["diagonal rank", "uses", "two parameters", "image rank"],
-)
-def test_tensors_that_do_not_fit_are_value_errors(factor, values):
-    factor.instantiate_cov_variables()
-    with pytest.raises(ValueError, match=r"\S"):
-        factor.make_covariance_update_op(0.9)(values)

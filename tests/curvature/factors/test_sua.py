@@ -174,16 +174,6 @@ def test_only_powers_one_and_minus_one_exist(call, error):
         call(block)
 
 
-def test_an_inverse_is_not_read_before_its_refresh():
-    (block,) = registered(False, "mean modelled").get_blocks()
-    block.instantiate_factors([["ds"]], DAMPING)
-    block.register_inverse()
-    for factor in block.factors:
-        factor.update(batch(12), 0.9)
-    with pytest.raises(ke.NotReadyError, match="refresh"):
-        block.multiply_inverse(np.zeros((*KERNEL, CHANNELS, OUTPUTS)))
-
-
 def test_a_bias_without_damping_has_no_inverse():
     with pytest.raises(ke.InputError, match="positive damping"):
         observe(registered(True, "mean modelled"), [["ds"]], [batch(13)], damping=0.0, exps=(-1,))

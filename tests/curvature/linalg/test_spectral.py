@@ -49,12 +49,9 @@ def test_powers_of_a_stack_are_symmetric_to_the_last_bit():
         np.testing.assert_allclose(undone, np.eye(40), atol=ROUNDING)
 
 
-def test_eigenvalues_are_clipped_before_the_damping_is_added():
+def test_eigenvalues_are_clipped_at_zero_or_more_before_the_damping_is_added():
     found = power(np.diag([-1.0, 0.25, 4.0]), 1.0, -1, clip=0.5)
     np.testing.assert_allclose(found, np.diag([1 / 1.5, 1 / 1.5, 1 / 5.0]), rtol=1e-14)
-
-
-def test_negative_eigenvalues_count_as_zero_by_default():
     found = power(np.diag([-1.0, 3.0]), 0.5, -1)
     np.testing.assert_allclose(found, np.diag([2.0, 1 / 3.5]), rtol=1e-14)
 
@@ -66,15 +63,12 @@ def test_the_result_has_the_dtype_asked_for(dtype):
     np.testing.assert_array_equal(found, found.T)
 
 
-def test_a_singular_matrix_has_no_negative_power_without_damping():
-    with pytest.raises(InputError, match="use a positive damping"):
-        power(np.diag([0.0, 1.0]), 0.0, -1)
-
-
 def test_a_singular_matrix_has_a_root():
     np.testing.assert_allclose(power(np.diag([0.0, 4.0]), 0.0, 0.5), np.diag([0.0, 2.0]))
 
 
-def test_negative_damped_eigenvalues_have_no_root():
+def test_powers_that_do_not_exist_are_refused():
     with pytest.raises(InputError, match=r"damped eigenvalue -0\.5 has no power 0\.5"):
         power(np.diag([0.5, 4.0]), -1.0, 0.5)
+    with pytest.raises(InputError, match="use a positive damping"):
+        power(np.diag([0.0, 1.0]), 0.0, -1)

@@ -59,9 +59,6 @@ def test_nested_functions_are_inlined_at_each_call():
 def test_loop_with_too_many_trips_error_names_node(limit):
     with pytest.raises(ModelError, match="Loop node 'outer' runs"):
         loops(loop("limit"), limit=limit)
-
-
-def test_infinite_loop_raises_error():
     with pytest.raises(ModelError, match="Loop node 'outer' runs inf times"):
         loops(loop(""))
 
