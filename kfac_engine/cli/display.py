@@ -67,7 +67,7 @@ def tell(label: Label, text: str) -> None:
     console = Console(stderr=True)
     plain = console.no_color or console.color_system is None
     shown = f"{label}:" if plain else click.style(f"{label}:", fg=_COLOURS[label])
-    # A bar that is shown replaces sys.stderr, and writes lines above itself; click.echo passes by.
+    # A progress bar replaces sys.stderr to write lines above itself; click.echo would bypass it.
     print(f"{shown} {text}", file=sys.stderr, flush=True)
 
 

@@ -142,7 +142,7 @@ def read_gradients(path: Path, known: Mapping[str, Array]) -> dict[str, Array]:
 def write_result(
     path: Path, gradients: Mapping[str, Array], natural_gradients: Mapping[str, Array]
 ) -> None:
-    """Write both kinds of gradients in one file; a failure leaves an older file unchanged."""
+    """Write gradients and natural gradients to a file; a failure leaves an old file unchanged."""
     arrays = {GRADIENT + name: array for name, array in gradients.items()}
     arrays |= {NATURAL_GRADIENT + name: array for name, array in natural_gradients.items()}
     write_tensors(path, arrays)

@@ -151,11 +151,11 @@ def layer_owners(
     ranks: int,
     refresh_every: int = 10,
 ) -> dict[str, tuple[OwnedPart, ...]]:
-    """Return the parts of each layer with their owners, the same on all ranks.
+    """Return the parts of each layer with their owners; all ranks compute the same result.
 
-    The parts of a layer are in the order of their rows. The load of a layer is its preconditioning,
-    and the share of its refresh in one step. Layers that share a factor or a parameter have one
-    owner.
+    A layer's parts are in the order of their rows. Its load is the cost of its preconditioning plus
+    the cost of its refresh divided by the steps between refreshes. Layers that share a factor or a
+    parameter have one owner.
     """
     members = {
         key: [*layer.factors, *(f"parameter {name}" for name in layer.parameters)]

@@ -103,13 +103,13 @@ class DeferredSignals(Handling):
 
 
 class HeldInterrupts(Handling):
-    """A context at whose end the exception of a signal handler is raised.
+    """A context that raises the exception of a signal handler at its end.
 
     Ctrl-C raises ``KeyboardInterrupt`` between any two instructions, also between two changes that
-    belong together. In the context, handlers of Python run at once, but the first exception that
-    one of them raises waits for the end of the context. A second one is raised at once: it ends
-    changes that take too long, and only a part of them may then be done. A context in such a
-    context has no effect.
+    belong together. In the context, Python's handlers run at once, but the first exception of a
+    handler waits for the end of the context. The second exception is raised at once, so that a user
+    can end changes that take too long; these may then be incomplete. A nested context has no
+    effect.
     """
 
     only_python = True

@@ -375,8 +375,8 @@ class StepRecorder:
     def _accuracy(self, batch: EvaluationGraph, seen: Observation, whole: Observation) -> Symbol:
         """Record the share of targets in the whole batch that the model finds most probable.
 
-        ``batch`` is a part with the targets ``seen``. Its share is its hits, divided by the number
-        of targets of the batch.
+        ``batch`` is a part of the batch, with the targets ``seen``. The method records the part's
+        hits divided by the number of targets in the whole batch.
         """
         (term,) = self._engine.objective.terms
         hits, count = hits_and_count(term, batch, seen.terms[0], whole.terms[0])

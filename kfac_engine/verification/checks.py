@@ -63,7 +63,7 @@ class Check:
 
     @property
     def outcome(self) -> Outcome:
-        """``"fail"`` with a failure, ``"skip"`` without a measurement, else ``"pass"``."""
+        """``"skip"`` without measurements, ``"fail"`` if a measurement failed, else ``"pass"``."""
         if not self.measurements:
             return "skip"
         return "fail" if self.failures else "pass"

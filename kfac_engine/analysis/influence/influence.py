@@ -71,7 +71,7 @@ class Influence:
 
     Attributes:
         curvature: The curvature.
-        damping: As given.
+        damping: The argument ``damping``.
 
     Raises:
         InputError: The damping is negative, a damped block is singular, or ``curvature`` is another

@@ -225,7 +225,7 @@ class FisherBlock(ABC):
 
     @abstractmethod
     def factor_shapes(self, shapes: Sequence[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
-        """Return the shapes of the averages of the factors, from the shapes of the parameters."""
+        """Return the shape of each factor's average, computed from the parameters' shapes."""
 
     @property
     def damping(self) -> float:
