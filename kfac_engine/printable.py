@@ -1,6 +1,7 @@
 """Makes untrusted text, such as the names in a model file, safe to print."""
 
 import re
+from collections.abc import Iterable
 
 # Longer words are shortened. Names and paths in practice have up to 200 characters.
 _MOST_IN_WORD = 300
@@ -25,6 +26,13 @@ def shortened(text: str, most: int) -> str:
     """Return the text in printable form, shortened in the middle to ``most`` characters or so."""
     # The first cut bounds the time for long texts, the second the length of escapes.
     return _cut(printable(_cut(text, most)), most)
+
+
+def quoted(names: Iterable[str], most: int | None = None) -> str:
+    """Return names in quotes for a message: the first ``most``, and the number of the others."""
+    shown = [f"'{name}'" for name in names]
+    more = len(shown) - (most or len(shown))
+    return ", ".join(shown[:most]) + (f" and {more} more" if more > 0 else "")
 
 
 def _cut(text: str, most: int) -> str:

@@ -4,7 +4,7 @@ Only this module imports torch. The exporter of torch needs onnxscript as well.
 """
 
 import io
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 from zlib import crc32
@@ -23,6 +23,7 @@ from kfac_engine.errors import (
 from kfac_engine.graph.load import ModelSource, load_model
 from kfac_engine.losses import Categorical, LossKind, MultiBernoulli, Normal
 from kfac_engine.losses.observed import Targets
+from kfac_engine.printable import quoted
 
 try:
     import torch
@@ -135,9 +136,9 @@ class KFAC:
         absent = {*_trained(module)}.intersection(self.matches.unmatched)
         if absent:
             raise InputError(
-                f"the file has no parameter for {_listed(absent)}: the output does not depend on "
-                f"them, or the exporter folded them. Set requires_grad=False for them, or omit "
-                f"model=."
+                f"the file has no parameter for {quoted(sorted(absent))}: the output does not "
+                f"depend on them, or the exporter folded them. Set requires_grad=False for them, "
+                f"or omit model=."
             )
         self._parts = _parts(module)
 
@@ -181,7 +182,9 @@ class KFAC:
         if infinite and scaler is not None:
             return 0.0
         if infinite:
-            raise NonFiniteError(f"the gradient of {_listed(infinite)} holds NaN or infinity.")
+            raise NonFiniteError(
+                f"the gradient of {quoted(sorted(infinite))} holds NaN or infinity."
+            )
         self.engine.set_parameters(self.matches.to_engine(parameters))
         plain = present if factor == 1 else {n: g / factor for n, g in present.items()}
         gradients = self.matches.to_engine(plain)
@@ -261,15 +264,16 @@ class KFAC:
         apart = [name for names, one in present.items() if len(one) != 1 for name in names]
         if apart:
             raise InputError(
-                f"{_listed(apart)} are absent now, or other parameters share memory; {remedy}"
+                f"{quoted(sorted(apart))} are absent now, or other parameters share memory; "
+                f"{remedy}"
             )
         known = {name: parameters[name] for (name,) in present.values()}
         changing = [n for n, p in parameters.items() if p.requires_grad or p.grad is not None]
         strangers = [name for name in changing if name not in known]
         if strangers:
             raise InputError(
-                f"KFAC has no natural gradient for {_listed(strangers)}, which the module did not "
-                f"have or did not train; {remedy}"
+                f"KFAC has no natural gradient for {quoted(sorted(strangers))}, which the module "
+                f"did not have or did not train; {remedy}"
             )
         return known
 
@@ -420,8 +424,8 @@ def _replace(
     infinite = _infinite(written)
     if infinite:
         raise NonFiniteError(
-            f"the natural gradient of {_listed(infinite)} exceeds the range of its element type; "
-            f"raise the damping, or use float32."
+            f"the natural gradient of {quoted(sorted(infinite))} exceeds the range of its element "
+            f"type; raise the damping, or use float32."
         )
     for name, gradient in written.items():
         old = parameters[name].grad
@@ -432,10 +436,6 @@ def _replace(
             parameters[name].grad = gradient
         else:
             old.detach().copy_(gradient)
-
-
-def _listed(names: Iterable[str]) -> str:
-    return ", ".join(f"'{name}'" for name in sorted(names))
 
 
 def _exported(

@@ -7,7 +7,7 @@ import pytest
 
 import kfac_engine as ke
 from kfac_engine import errors
-from kfac_engine.printable import one_line, printable
+from kfac_engine.printable import one_line, printable, quoted
 
 ERRORS = [kind for kind in vars(errors).values() if str(kind).startswith("<class 'kfac_engine.err")]
 CASES = {
@@ -25,6 +25,20 @@ CASES = {
 @pytest.mark.parametrize(("text", "shown"), CASES.values(), ids=CASES)
 def test_printable_replaces_control_characters(text, shown):
     assert printable(text) == shown
+
+
+@pytest.mark.parametrize(
+    ("names", "most", "shown"),
+    [
+        ([], None, ""),
+        (["a"], 1, "'a'"),
+        (["a", "b"], None, "'a', 'b'"),
+        (["a", "b"], 2, "'a', 'b'"),
+        (["a", "b", "c"], 1, "'a' and 2 more"),
+    ],
+)
+def test_lists_of_names_count_those_that_they_leave_out(names, most, shown):
+    assert quoted(iter(names), most) == shown
 
 
 def test_message_is_one_bounded_line():

@@ -9,6 +9,7 @@ from kfac_engine.graph.analysis.subgraph import dependents
 from kfac_engine.graph.node_builder import FLOAT_CODES
 from kfac_engine.graph.passes.bodies import operators_inside
 from kfac_engine.graph.structure import ONLY_SHAPES, Fact, Graph, Node
+from kfac_engine.printable import quoted
 
 ZERO = "without a nonzero gradient"
 
@@ -140,9 +141,7 @@ def left_out(
     left = {name: no_slope(node) for name, node in jumps.items()}
     for name in parameters:
         if node := smooth.get(name):
-            left[name] = (
-                f"before a quantizer, through which no gradient passes ({_described(node)})"
-            )
+            left[name] = f"before a quantizer, through which no gradient passes ({node.title})"
     return left
 
 
@@ -173,8 +172,8 @@ def straight_through(graph: Graph, facts: Mapping[str, Fact], wrt: Sequence[str]
             for jump in behind_jumps(graph, facts, flat, [name]).values():
                 notes.setdefault(
                     (name, jump.name),
-                    f"no gradient passes {_described(node)}, a straight-through estimator around "
-                    f"{_described(jump)}: the file does not stop the gradient of the difference, "
+                    f"no gradient passes {node.title}, a straight-through estimator around "
+                    f"{jump.title}: the file does not stop the gradient of the difference, "
                     f"so that '{name}' has the derivative zero",
                 )
     return list(notes.values())
@@ -192,7 +191,7 @@ def _terms(graph: Graph, name: str, sign: int, depth: int) -> list[tuple[str, in
 
 def no_slope(jump: Node) -> str:
     """Explain that a parameter is not trained because ``jump`` has the derivative zero."""
-    return f"{ZERO}, behind an operator with derivative zero ({_described(jump)})"
+    return f"{ZERO}, behind an operator with derivative zero ({jump.title})"
 
 
 def zero_notes(jumps: Mapping[str, Node]) -> tuple[str, ...]:
@@ -206,7 +205,7 @@ def notes_of(left: Mapping[str, str]) -> tuple[str, ...]:
     for name, reason in left.items():
         alike.setdefault(reason.partition(" (")[0], []).append(name)
     return tuple(
-        f"{_several(names)} {'is' if len(names) == 1 else 'are'} not trained: {left[names[0]]}"
+        f"{quoted(names, 1)} {'is' if len(names) == 1 else 'are'} not trained: {left[names[0]]}"
         for names in alike.values()
     )
 
@@ -239,17 +238,9 @@ def refuse_rounding(blocked: Mapping[str, Node]) -> None:
 def way_out(names: Sequence[str]) -> str:
     """Return the remedy for values on the path to a node, as the end of a message."""
     return (
-        f"The node is on the path from {_several(names)} to the output: exclude "
+        f"The node is on the path from {quoted(names, 1)} to the output: exclude "
         f"{'it' if len(names) == 1 else 'these'} with freeze=… or --freeze."
     )
-
-
-def _several(names: Sequence[str]) -> str:
-    return f"'{names[0]}'" + (f" and {len(names) - 1} more" if len(names) > 1 else "")
-
-
-def _described(node: Node) -> str:
-    return f"{node.qualified_op} node '{node.name}'"
 
 
 def rounds(node: Node, facts: Mapping[str, Fact]) -> bool:

@@ -10,7 +10,7 @@ from kfac_engine.cli.command import Group, command, file_path
 from kfac_engine.cli.display import print_json, print_table, report_beside, say, tell, working
 from kfac_engine.cli.options import json_option, read_curvature, sample_option
 from kfac_engine.errors import InputError
-from kfac_engine.printable import printable
+from kfac_engine.printable import printable, quoted
 from kfac_engine.summary import dimensions
 
 if TYPE_CHECKING:
@@ -84,11 +84,10 @@ def _warn_of_constants(curvatures: "Sequence[ke.Curvature]") -> None:
         and any(other.get(name) != first[name] for other in others)
     ]
     if names:
-        more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
         tell(
             "warning",
             printable(
-                f"{', '.join(names[:_MOST_NAMES])}{more} differ between the models and are not "
+                f"{quoted(names, _MOST_NAMES)} differ between the models and are not "
                 f"among the parameters; the merged model has the values of the first model."
             ),
         )

@@ -19,6 +19,7 @@ from kfac_engine.datasets.examples import TARGETS, WEIGHTS, Batch, ExampleAxes
 from kfac_engine.datasets.shards import ShardFile
 from kfac_engine.errors import InputError
 from kfac_engine.losses.observed import Targets, Weighted
+from kfac_engine.printable import quoted
 from kfac_engine.system.arrays import ArrayHeader, array_headers, map_arrays, read_arrays
 from kfac_engine.system.reading import check_file, folder_members
 
@@ -104,7 +105,7 @@ def opened_targets(path: str | os.PathLike[str], outputs: Collection[str]) -> Ta
     if arrays.keys() & {*outputs}:
         return arrays
     if len(arrays) != 1:
-        names = ", ".join(f"'{name}'" for name in arrays) or "none"
+        names = quoted(arrays) or "none"
         raise InputError(
             f"'{path}' must hold one array, one named '{TARGETS}', or an array for each of "
             f"{', '.join(outputs)}; it holds {names}."

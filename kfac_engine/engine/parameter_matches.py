@@ -14,6 +14,7 @@ from kfac_engine.engine.engine import Engine
 from kfac_engine.errors import InputError, ShapeError, UnknownNameError, suggestion
 from kfac_engine.graph.analysis.exporter_changes import REMEDY, without_numbers
 from kfac_engine.graph.passes.upcast import in_single
+from kfac_engine.printable import quoted
 
 _MOST_NAMES = 6
 
@@ -165,8 +166,8 @@ class _Matching:
         folded = [name for name in self.engine.export_changes.folded if name in self.file]
         if folded:
             raise InputError(
-                f"the exporter folded a normalization into {_listed(folded)}, which are parameters "
-                f"of no module; export with {REMEDY}."
+                f"the exporter folded a normalization into {quoted(folded, _MOST_NAMES)}, which "
+                f"are parameters of no module; export with {REMEDY}."
             )
         self._by_name()
         self._by_choice(_equal)
@@ -230,8 +231,9 @@ class _Matching:
             if equal:
                 others = dict.fromkeys(equal)
                 raise InputError(
-                    f"parameter '{name}' equals {_listed([*others])}, and cannot be matched by its "
-                    f"values; {remedy}, or export the model after its first step of training."
+                    f"parameter '{name}' equals {quoted(others, _MOST_NAMES)}, and cannot be "
+                    f"matched by its values; {remedy}, or export the model after its first step of "
+                    f"training."
                 )
             if owner:
                 raise InputError(
@@ -256,8 +258,8 @@ class _Matching:
             ]
             if len(merged) > 1:
                 raise InputError(
-                    f"the exporter merged {_listed(merged)}, which had equal values, into one "
-                    f"parameter '{name}'; export with {REMEDY}."
+                    f"the exporter merged {quoted(merged, _MOST_NAMES)}, which had equal values, "
+                    f"into one parameter '{name}'; export with {REMEDY}."
                 )
 
 
@@ -306,9 +308,3 @@ def _is_one_number(array: Array) -> bool:
 def _check_shape(name: str, array: Array, shape: tuple[int, ...]) -> None:
     if array.shape != shape:
         raise ShapeError(f"the array of '{name}' has shape {array.shape}, not {shape}.")
-
-
-def _listed(names: Iterable[str]) -> str:
-    shown = [f"'{name}'" for name in names]
-    more = len(shown) - _MOST_NAMES
-    return ", ".join(shown[:_MOST_NAMES]) + (f" and {more} more" if more > 0 else "")

@@ -67,7 +67,7 @@ def _check_coupling(assembly: Assembly) -> None:
     task, model = assembly.task, assembly.model
     graph = model.graph
     for node in graph.nodes:
-        label = f"{node.qualified_op} node '{node.name}'"
+        label = node.title
         if node.qualified_op == "BatchNormalization" and node.attributes.get("training_mode"):
             raise _refused(f"depend on other examples, by {label}")
         if draws(graph, node):
@@ -128,7 +128,7 @@ def find_reduction(
         for name in passed_on.intersection(node.outputs):
             reduced = name in facts and name not in batch.places
             if reduced and facts[name].dtype.kind == "f":
-                return f"{node.qualified_op} node '{node.name}'"
+                return node.title
     return ""
 
 
@@ -179,5 +179,5 @@ def find_place_dependence(
     for start in range(0, len(computed), _COMPARED):
         for name in changed(computed[start : start + _COMPARED]):
             node = graph.producers[name]
-            return f"{node.qualified_op} node '{node.name}'"
+            return node.title
     return "a node"

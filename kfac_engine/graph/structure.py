@@ -50,6 +50,11 @@ class Node:
         """Operator name with a non-standard domain as prefix, such as ``com.microsoft::Gelu``."""
         return f"{self.domain}::{self.op}" if self.domain else self.op
 
+    @property
+    def title(self) -> str:
+        """Operator and name for a message, such as ``Gemm node 'head'``."""
+        return f"{self.qualified_op} node '{self.name}'"
+
 
 def values_read(nodes: Iterable[Node]) -> set[str]:
     """Return the values that nodes read, as operands or in their bodies."""

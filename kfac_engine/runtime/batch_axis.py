@@ -16,6 +16,7 @@ from kfac_engine._types import Array
 from kfac_engine.errors import BackendError, ShapeError
 from kfac_engine.graph.analysis.subgraph import dependents, of_data
 from kfac_engine.graph.structure import Fact, Graph
+from kfac_engine.printable import quoted
 from kfac_engine.runtime.example_axis import (
     BATCH,
     Axes,
@@ -67,8 +68,7 @@ class Batch:
         """Return the batch of the examples of several sets, one set after the other."""
         inputs = {name: axis for each in sets for name, axis in each.inputs.items()}
         places = {name: place for each in sets for name, place in each.places.items()}
-        named = ", ".join(f"'{name}'" for name in inputs)
-        joint = f"{named} have numbers of examples of their own"
+        joint = f"{quoted(inputs)} have numbers of examples of their own"
         doubt = next((each.doubt for each in sets if each.doubt), "")
         size = sum(each.size for each in sets)
         return cls(size, inputs, places, doubt=doubt, joint=joint, sets=tuple(sets))
@@ -357,7 +357,7 @@ class _Probe:
         size, where = self._size(axes), _spelled(axes)
         failed = _AT_NODE.search(self._failures.get(frozenset(axes.items()), ""))
         node = next((n for n in self._graph.nodes if failed and n.name == failed[1]), None)
-        by = f"{node.qualified_op} node '{node.name}'" if node else "the model"
+        by = node.title if node else "the model"
         named = "" if self._named else ", or name the axis of the examples with batch_axes"
         return (
             f"{by} fixes the batch size at {size} along {where}; export it with a dynamic batch "
@@ -448,7 +448,7 @@ class _Probe:
                 arrays = [n for node in self._graph.nodes for n in node.outputs if n in self._facts]
                 for name in self._moved(arrays, changed, batch):  # of random values, maybe none
                     node = self._graph.producers[name]
-                    return f"{node.qualified_op} node '{node.name}'"
+                    return node.title
         return ""
 
     def _size(self, axes: Axes) -> int:

@@ -20,6 +20,7 @@ from kfac_engine.errors import (
 from kfac_engine.graph.passes.upcast import widened
 from kfac_engine.graph.structure import Graph, Input
 from kfac_engine.losses.checks import first_index
+from kfac_engine.printable import quoted
 
 
 def check_inputs(graph: Graph, inputs: Mapping[str, Array]) -> dict[str, Array]:
@@ -28,29 +29,25 @@ def check_inputs(graph: Graph, inputs: Mapping[str, Array]) -> dict[str, Array]:
     if not isinstance(inputs, dict | Mapping):
         raise InputError(
             f"inputs must be a mapping {{name: array}}, got {type(inputs).__name__}; the model "
-            f"needs: {_listed(names)}."
+            f"needs: {quoted(names)}."
         )
     for name in inputs:
         if name in graph.constants:
             raise UnknownNameError(
                 f"'{name}' is a constant of the model, not an input; change trainable constants "
-                f"with set_parameters. The inputs are: {_listed(names)}."
+                f"with set_parameters. The inputs are: {quoted(names)}."
             )
         if name not in names:
             near = suggestion(name, names)
             raise UnknownNameError(
-                f"the model has no input '{name}'{near}; its inputs are: {_listed(names)}."
+                f"the model has no input '{name}'{near}; its inputs are: {quoted(names)}."
             )
     checked = {}
     for entry in graph.inputs:
         if entry.name not in inputs:
-            raise InputError(f"input '{entry.name}' is missing; the model needs: {_listed(names)}.")
+            raise InputError(f"input '{entry.name}' is missing; the model needs: {quoted(names)}.")
         checked[entry.name] = _check_array(entry, inputs[entry.name])
     return checked
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(map("'{}'".format, names))
 
 
 def not_finite(inputs: Mapping[str, Array]) -> dict[str, tuple[int, ...]]:
@@ -171,14 +168,12 @@ def spelled(shape: Sequence[int | str | None]) -> str:
     return ", ".join("?" if size is None else str(size) for size in shape)
 
 
-def _fits(shape: tuple[int, ...], declared: Sequence[int | str | None]) -> bool:
+def fits(shape: Sequence[int], declared: Sequence[int | str | None]) -> bool:
     """Return whether a shape has the sizes that are declared as numbers."""
-    if len(shape) != len(declared):
-        return False
-    for size, wanted in zip(shape, declared, strict=True):
-        if size != wanted and isinstance(wanted, int):
-            return False
-    return True
+    return len(shape) == len(declared) and all(
+        size == wanted or not isinstance(wanted, int)
+        for size, wanted in zip(shape, declared, strict=True)
+    )
 
 
 # Kinds of types that are converted: real numbers, whole numbers, and text of NumPy.
@@ -222,7 +217,7 @@ def _check_array(entry: Input, value: Array) -> Array:
         array = widened(array) if on_host else array.astype(np.float32)
     if array.dtype != entry.dtype:
         array = _converted(entry, array)
-    if entry.shape is not None and not _fits(array.shape, entry.shape):
+    if entry.shape is not None and not fits(array.shape, entry.shape):
         raise ShapeError(
             f"input '{entry.name}' has shape {array.shape}, the model needs "
             f"({spelled(entry.shape)})."

@@ -33,9 +33,7 @@ def first_nonfinite(
     computed = [name for node in graph.nodes for name in node.outputs if _is_real(model, name)]
     for name in _bad(model, trace, graph, dict(zip(computed, computed, strict=True)), {}):
         node = graph.producers[name]
-        return (
-            f"The first value that is not a number is a result of {_described(node)}{_cure(node)}"
-        )
+        return f"The first value that is not a number is a result of {node.title}{_cure(node)}"
     if cotangents is None:
         return ""
     backward = differentiate(graph, model.facts, tuple(cotangents), (*wrt, *computed))
@@ -84,12 +82,8 @@ def _is_real(model: OnnxModel, name: str) -> bool:
     return name in model.facts and model.facts[name].dtype.kind == "f"
 
 
-def _described(node: Node) -> str:
-    return f"{node.qualified_op} node '{node.name}'"
-
-
 def _of(name: str, node: Node) -> str:
-    return f"{_described(node)} with respect to '{name}'{_cure(node)}"
+    return f"{node.title} with respect to '{name}'{_cure(node)}"
 
 
 def _cure(node: Node) -> str:

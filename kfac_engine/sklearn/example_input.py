@@ -12,6 +12,8 @@ from kfac_engine._types import Array, DType
 from kfac_engine.backend.namespace import refuse_mask
 from kfac_engine.errors import InputError, NonFiniteError, ShapeError, UnsupportedError
 from kfac_engine.graph.structure import Graph
+from kfac_engine.printable import quoted
+from kfac_engine.runtime.inputs import fits
 
 Shape = tuple[int, ...]
 
@@ -54,7 +56,7 @@ class ExampleInput:
             UnsupportedError: The graph has several inputs, or takes no numbers.
         """
         if len(graph.inputs) != 1:
-            listed = ", ".join(f"'{entry.name}'" for entry in graph.inputs) or "none"
+            listed = quoted(entry.name for entry in graph.inputs) or "none"
             raise UnsupportedError(
                 f"an estimator needs a model with one input; '{graph.name}' has: {listed}. Train "
                 f"it with kfac_engine.fit."
@@ -81,7 +83,7 @@ class ExampleInput:
         """
         if shape is None:
             shape = self._shape_of_row(rows.shape[1])
-        elif self.sizes is not None and not _fits(shape, self.sizes):
+        elif self.sizes is not None and not fits(shape, self.sizes):
             raise ShapeError(f"X has examples of shape {shape}, but {self._described()}.")
         if issparse(rows):
             self._cast(rows.data)
@@ -177,10 +179,3 @@ class SparseBatches:
             chosen = order[start : start + self._size]
             rows, *others = (array[chosen] for array in self._arrays)
             yield (rows.dense(), *others)
-
-
-def _fits(shape: Shape, sizes: tuple[int | str | None, ...]) -> bool:
-    return len(shape) == len(sizes) and all(
-        size == declared or not isinstance(declared, int)
-        for size, declared in zip(shape, sizes, strict=True)
-    )

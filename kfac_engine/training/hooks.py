@@ -10,6 +10,7 @@ import numpy as np
 
 from kfac_engine.arguments import check_list
 from kfac_engine.errors import InputError, suggestion
+from kfac_engine.printable import quoted
 from kfac_engine.training.checkpoint import Numbers, SavedState, saved, set_numbers
 from kfac_engine.training.history import Record, check_entries
 from kfac_engine.training.optimizer import Optimizer
@@ -178,7 +179,7 @@ class Hooks(Callback):
         """
         for callback in self._callbacks:
             if callback.metric is not None and callback.metric not in names:
-                measured = ", ".join(f"'{name}'" for name in names) or "no validation"
+                measured = quoted(names) or "no validation"
                 near = suggestion(callback.metric, names)
                 raise InputError(
                     f"{type(callback).__name__} reads the metric '{callback.metric}'{near}, and "

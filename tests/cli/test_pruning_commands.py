@@ -179,7 +179,7 @@ def test_running_statistics_are_those_of_the_first_model_with_a_warning(mean, ca
     curvatures = [f"--curvature={name}.onnx.curvature" for name in ("first", "second")]
     assert main(["merge", "first.onnx", "second.onnx", *curvatures, "-o", "out.onnx"]) == 0
     warnings = [line for line in capsys.readouterr().err.splitlines() if "differ" in line]
-    start = "warning: mean differ between the models and are not among the parameters; "
+    start = "warning: 'mean' differ between the models and are not among the parameters; "
     assert len(warnings) == (mean != 0)
     assert all(line.startswith(start) for line in warnings)
     np.testing.assert_array_equal(weights_of("out.onnx")["mean"], np.zeros(3, np.float32))

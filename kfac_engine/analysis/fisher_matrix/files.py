@@ -17,6 +17,7 @@ from kfac_engine.engine.build import Assembly
 from kfac_engine.engine.loss_bindings import LossChoices
 from kfac_engine.errors import InputError
 from kfac_engine.losses.kinds import LossKind, loss_named
+from kfac_engine.printable import quoted
 from kfac_engine.system.state_files import CURVATURE, read_state, write_state
 
 # Numbers of the whole curvature.
@@ -110,11 +111,9 @@ class CurvatureFile:
             name for name in {*stored, *hashes} if stored.get(name) != hashes.get(name)
         )
         if changed:
-            listed = ", ".join(f"'{name}'" for name in changed[:5])
-            more = f" and {len(changed) - 5} more" if len(changed) > 5 else ""
             raise InputError(
-                f"the curvature '{self._path}' belongs to other weights: {listed}{more} differ; "
-                f"measure the curvature of this model."
+                f"the curvature '{self._path}' belongs to other weights: {quoted(changed, 5)} "
+                f"differ; measure the curvature of this model."
             )
 
     def read(self, blocks: Sequence[Block]) -> tuple[Block, ...]:

@@ -15,6 +15,7 @@ from kfac_engine.autodiff.rules.attributes import integer
 from kfac_engine.autodiff.training_form import draws
 from kfac_engine.graph.structure import ONLY_SHAPES, Fact, Graph, Node
 from kfac_engine.graph.write import compact_model
+from kfac_engine.printable import quoted
 from kfac_engine.sessions.session import Session
 
 
@@ -150,7 +151,7 @@ class Origin:
 
     def why_undecided(self) -> str:
         """Return the reason why the value is unknown, and a remedy if there is one."""
-        listed = ", ".join(f"'{value}'" for value in self.undecided)
+        listed = quoted(self.undecided)
         numbers = {entry.name for entry in self._graph.inputs if entry.is_setting}
         if not numbers.issuperset(self.undecided):
             return f"'{self._name}' depends on the data, through {listed}"

@@ -18,6 +18,7 @@ import numpy as np
 from kfac_engine._types import Array
 from kfac_engine.errors import InputError
 from kfac_engine.graph.structure import Graph, Node
+from kfac_engine.printable import quoted
 
 if TYPE_CHECKING:
     from onnx import GraphProto, ModelProto, NodeProto
@@ -80,8 +81,8 @@ class ExportChanges:
              "module; match_parameters converts them"),
         )  # fmt: skip
         return tuple(
-            f"the exporter {change} {_listed(names)}: {effect}. Export the parameters of the "
-            f"module with {REMEDY}"
+            f"the exporter {change} {quoted(names, _MOST_NAMES)}: {effect}. Export the parameters "
+            f"of the module with {REMEDY}"
             for names, change, effect in rows
             if names
         )
@@ -170,12 +171,6 @@ def without_numbers(name: str) -> str:
 
 def _is_one_number(array: Array) -> bool:
     return bool((array == array.flat[0]).all()) if array.size else False
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = len(names) - _MOST_NAMES
-    listed = ", ".join(f"'{name}'" for name in names[:_MOST_NAMES])
-    return f"{listed} and {more} more" if more > 0 else listed
 
 
 @dataclass(frozen=True, slots=True)

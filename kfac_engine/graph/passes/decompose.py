@@ -41,23 +41,21 @@ class DecompositionBuilder(NodeBuilder):
         """
         names = [*self.node.inputs, *[""] * most][: max(most, len(self.node.inputs))]
         if len(self.node.inputs) > most or not all(names[:least]):
-            raise ModelError(f"{self._title} needs {least} to {most} operands, all with names.")
+            raise ModelError(f"{self.node.title} needs {least} to {most} operands, all with names.")
         return names
 
     def number(self, name: str, default: float) -> float:
         """Return an attribute that is a number."""
         value = self.node.attributes.get(name, default)
         if not isinstance(value, int | float):
-            raise ModelError(f"attribute '{name}' of {self._title} is {value!r}, but not a number.")
+            raise ModelError(
+                f"attribute '{name}' of {self.node.title} is {value!r}, but not a number."
+            )
         return value
 
     def numbers(self, name: str) -> Array:
         """Return an attribute that lists numbers as a float32 array; empty if it is absent."""
         return np.array(self.node.attributes.get(name, ()), np.float32)
-
-    @property
-    def _title(self) -> str:
-        return f"{self.node.qualified_op} node '{self.node.name}'"
 
     def halves(self, value: str) -> tuple[str, str]:
         """Add a Split of ``value`` into two halves of its last axis; return their names."""

@@ -8,6 +8,7 @@ import numpy as np
 from kfac_engine._types import Array
 from kfac_engine.errors import InputError
 from kfac_engine.graph.structure import Graph, Node
+from kfac_engine.printable import quoted
 
 # Default dropout ratio of ONNX.
 _DEFAULT_RATIO = 0.5
@@ -71,9 +72,7 @@ def in_train_form(graph: Graph) -> tuple[Graph, tuple[str, ...]]:
 
 def listed_names(nodes: Sequence[Node]) -> str:
     """Return the names of the first nodes for a message, with the number of further nodes."""
-    names = ", ".join(f"'{node.name}'" for node in nodes[:_MOST_NAMES])
-    more = len(nodes) - _MOST_NAMES
-    return f"{names} and {more} more" if more > 0 else names
+    return quoted((node.name for node in nodes), _MOST_NAMES)
 
 
 def _trained(node: Node, always: str) -> Node:
