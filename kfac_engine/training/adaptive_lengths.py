@@ -102,8 +102,9 @@ _SMALLEST_SIDE = 16
 # Few rows suffice for statistics of few features, unless the rows are positions of few examples: a
 # side below ``_SMALL_SIDE`` needs ``_ROWS_OF_SMALL`` rows of the batch for each iteration.
 _SMALL_SIDE, _ROWS_OF_SMALL = 64, 512
-# Each example of a batch adds at most this number of singular values to the length of an update.
-_OF_EXAMPLE = 2.0
+# Each example of a batch adds at most this number of singular values to the length of an update,
+# and at most this part of the loss to the fall that the slopes predict.
+_OF_EXAMPLE, _OF_LOSS = 2.0, 0.1
 # Products with factors whose sides have a smaller sum take less time than the rest of a step.
 _NARROW = 512
 
@@ -761,6 +762,28 @@ class AdaptiveLengthUpdate(Update):
                     # A direction of several steps has the slope of its first step.
                     of_first = new["slope"][name]
                     of_first[...] = np.where(due[name], of_first, old["slope"][name])
+        self._shorten(step, turn.weight)
+
+    def _shorten(self, step: StepInputs, weight: Any) -> None:
+        """Shorten updates that predict too large a fall for the number of examples.
+
+        ``weight`` is that of the gradient in the slopes.
+        """
+        sizes, fall = step.new_slots["step_size"], self._fall(step.new_slots)
+        most = _OF_LOSS * step.examples * weight * np.abs(step.loss)
+        far = fall > most
+        if is_recorded(far) or far:
+            share = np.where(far, most / np.where(far, fall, 1.0), 1.0)
+            for names in self.together.lengths:
+                block_of(sizes, names)[...] = share * block_of(sizes, names)
+
+    def _fall(self, slots: SlotArrays) -> Any:
+        """Return by how much the loss falls along updates, from its slopes at their start."""
+        falls = (
+            block_of(slots["step_size"], n) * block_of(slots["slope"], n)
+            for n in self.together.lengths
+        )
+        return sum((fall.sum() for fall in falls), 0.0)
 
     def _part_back(self, step: StepInputs, last: Products) -> Any:
         """Return the part of the last updates that a step takes back; 0 for a step onward.
@@ -768,11 +791,9 @@ class AdaptiveLengthUpdate(Update):
         If the last updates together went far beyond the minimum along them, the step goes back to
         the minimum of the parabola with their slopes.
         """
-        rise, fall = 0.0, 0.0
+        rise, fall = 0.0, self._fall(step.slots)
         for names, products in last.items():
-            size = block_of(step.slots["step_size"], names)
-            rise = rise - (size * products).sum()
-            fall = fall + (size * block_of(step.slots["slope"], names)).sum()
+            rise = rise - (block_of(step.slots["step_size"], names) * products).sum()
         far = rise > np.maximum(np.abs(step.loss), _FAR * fall)
         if not is_recorded(far) and not far:
             return 0.0

@@ -12,7 +12,6 @@ OPTIMIZERS = {
     "sgd": lambda e, **o: ke.SGD(e, 1e39, **o),
     "adam": lambda e, **o: ke.Adam(e, 1e39, **o),
     "kfac": lambda e, **o: ke.KfacOptimizer(e, 1e39, **o),
-    "auto": lambda e, **o: ke.KfacOptimizer(e, update_length=1e39, **o),
     "auto, vectors": lambda e, **o: ke.KfacOptimizer(e, adam_rate=1e39, **o),
     "auto, decay": lambda e, **o: ke.KfacOptimizer(e, weight_decay=1e42, **o),
 }

@@ -231,15 +231,18 @@ def test_lengths_follow_the_agreement_of_gradients_in_closed_form(sign, scale):
 
 
 def test_updates_that_were_far_too_long_together_are_taken_back():
-    """The whole rule by hand, for linear regression with updates beyond the minimum."""
+    """The whole rule by hand, for linear regression with updates beyond the minimum.
+
+    The batch has many examples, whose number bounds no update.
+    """
     rng = np.random.default_rng(0)
-    x = rng.standard_normal((64, 3))
+    x = rng.standard_normal((640, 3))
     y = x @ rng.standard_normal((3, 3))
     engine = ke.Engine.from_onnx(linear_model(), loss="normal", estimation_mode="exact", threads=1)
     optimizer = ke.KfacOptimizer(
         engine, momentum=0.85, update_length=8, weight_decay=0, statistics_part=1
     )  # a momentum of the caller excludes exact steps
-    A = x.T @ x / 64
+    A = x.T @ x / 640
     level = np.maximum(np.diag(A), 0.3 * np.median(np.diag(A)))
     inverse = np.linalg.inv(A + np.sqrt(0.1) * np.diag(level))
     log_k, average, went_back = 0.0, np.zeros((3, 3)), []
@@ -247,7 +250,7 @@ def test_updates_that_were_far_too_long_together_are_taken_back():
     for _ in range(16):
         before = engine.parameters["w"]
         errors = x @ before - y
-        loss, gradient = (errors**2).sum() / 64 + 1.5 * np.log(np.pi), 2 * x.T @ errors / 64
+        loss, gradient = (errors**2).sum() / 640 + 1.5 * np.log(np.pi), 2 * x.T @ errors / 640
         rise, fall = (gradient * moved).sum(), -(of_direction * moved).sum()
         assert optimizer.step({"x": x}, y).loss == pytest.approx(loss)
         went_back.append(rise > max(loss, 3 * fall))
