@@ -224,7 +224,7 @@ class ForwardBuilder(NodeBuilder):
     # -- private ----------------------------------------------------------------------------------
 
     def _place(self, node: Node) -> int:
-        """Return the place of a node among those of the graph and the added ones after them."""
+        """Return the index of a node; added nodes are numbered after the graph's nodes."""
         place = self._places.get(node.name)
         return self.graph.positions[node.name] if place is None else place
 

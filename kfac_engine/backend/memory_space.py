@@ -17,7 +17,7 @@ from kfac_engine.backend.namespace import as_array
 
 
 class Finite(NamedTuple):
-    """What a memory space finds out about arrays."""
+    """Whether arrays are finite, and numbers that were read with them."""
 
     each: list[bool]  # whether each array is finite
     numbers: list[float]  # further numbers, which were read with the arrays

@@ -126,7 +126,8 @@ def highest_scores(scores: "Array", count: int) -> tuple[list[int], list[int]]:
     """Return the places of the ``count`` highest and lowest scores, in the order of a stable sort.
 
     Only the scores that can be among them are sorted. The highest scores descend and the lowest
-    ascend. Of equal scores, the first one comes first among the highest, and last among the lowest.
+    ascend. Among equal scores, the first example comes first in the highest scores and last in the
+    lowest scores.
     """
     import numpy as np
 

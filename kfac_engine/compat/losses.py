@@ -67,7 +67,7 @@ class LossMethods(LossCollection):
             name: Unique name.
             coeff: Weight in the total.
             reuse: False requires a new name. True requires a known name, and ``loss`` becomes its
-                next tower. ``"VARIABLE_SCOPE"`` accepts both.
+                next tower. ``"VARIABLE_SCOPE"`` accepts either case.
 
         Returns:
             The name.

@@ -516,7 +516,7 @@ class Fisher(Sealed):
     def _chosen(
         self, factors: Sequence[FisherFactor] | None, *, by_example: bool
     ) -> tuple[Readers, tuple[FisherFactor, ...]]:
-        """Return the readers of a whole batch among factors, and those of single examples."""
+        """Divide factors into readers of a whole batch and readers of single examples."""
         if factors is None:
             return self._whole_batch, self._alone if by_example else ()
         alone = tuple(factor for factor in factors if factor in self._alone)
@@ -572,7 +572,7 @@ class Fisher(Sealed):
             raise
 
     def _require_whole_batches(self) -> None:
-        """Refuse an update of this process alone, if batches are divided among several."""
+        """Refuse an update of one process if batches are divided among several processes."""
         if self.divided:
             raise UnsupportedError(
                 f"the batches of {self.name} are divided among several processes; call "

@@ -1,4 +1,4 @@
-"""Plans the calls that update covariances and refresh inverses, from numbers alone.
+"""Plans the calls that update covariances and refresh inverses, from numbers only.
 
 A refresh of all factors at once makes one call in ``refresh_every`` slow. The other policies
 distribute the refreshes over the calls. A ``Planner`` reads names, costs and counters, and no

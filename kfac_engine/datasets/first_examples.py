@@ -114,7 +114,7 @@ def _fit(axes: ExampleAxes, inputs: Mapping[str, Array], targets: Targets) -> bo
 
 
 def _has_pairs(entry: Input, axes: Mapping[str, int], inputs: Mapping[str, Array]) -> bool:
-    """Return whether a further axis of an input is as long as that of the examples.
+    """Return whether a second axis of an input is as long as the examples' axis.
 
     An adjacency matrix has such an axis, and some of its rows alone do not fit the model.
     """

@@ -107,7 +107,7 @@ class Agreement:
     def exchanging(self) -> AbstractContextManager[None]:
         """Return a context for messages that are not votes, and for code right before them.
 
-        This rank raises an error of the context alone. It does not vote on the error, because
+        Only this rank raises an error of the context. It does not vote on the error, because
         other ranks may be in another message. The context directly follows a vote of all ranks;
         only code that cannot fail is between them.
         """

@@ -33,7 +33,7 @@ def rank_in_job() -> int:
 
 
 def wait_for_first_rank() -> None:
-    """Wait, in a process of a job, until the first one has printed why a signal ends the job.
+    """Wait in a process until the first process of its job has printed why a signal ends the job.
 
     A launcher ends all processes as soon as one of them ends without ``MPI_Finalize``. The first
     one waits as well: all of them then end with the exit status of the signal.

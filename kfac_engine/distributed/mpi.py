@@ -74,8 +74,8 @@ _watches: list[ExitWatch] = []
 def end_job_if_a_rank_ends_alone(mpi: Any, watch: ExitWatch) -> None:
     """Register a function that ends all ranks if this rank ends while others wait for it.
 
-    Without it, ``sys.exit`` on one rank only leaves the job without an end: the rank waits for the
-    others in ``MPI_Finalize``, and they wait for the rank in a collective. ``mpi`` is the module
+    Without it, ``sys.exit`` on one rank only leaves the job without an end: the rank waits in
+    ``MPI_Finalize`` for ranks that wait for this rank in a collective. ``mpi`` is the module
     ``mpi4py.MPI``.
     """
     _watches.append(watch)

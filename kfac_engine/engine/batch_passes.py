@@ -555,7 +555,7 @@ class BatchPasses:
         """Measure a batch and commit its statistics, in an ``Engine.transaction`` of the caller.
 
         ``fisher`` has no pending refresh; see ``measure`` for the other arguments. A ``decay`` of
-        None is the option ``ema_decay``. The result is that of ``Engine.update_statistics``.
+        None is the option ``ema_decay``. Returns the result of ``Engine.update_statistics``.
         """
         update = self.measure(fisher, traced, gradients, examples, by_example=by_example)
         self._assembly.collection.backend.download(())  # what waits fails before averages change

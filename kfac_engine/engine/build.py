@@ -357,7 +357,7 @@ def register_losses(
 
 
 def _batch_first(model: OnnxModel, batch: Batch, read: Sequence[str]) -> str:
-    """Return a value whose first axis has the examples only; empty if there is none.
+    """Return a value whose first axis has only the examples; empty if there is none.
 
     It is an input, or among ``read`` if no input has an axis of examples.
     """

@@ -504,7 +504,7 @@ class Engine(Summarized, TrainableModel):
     # -- private -----------------------------------------------------------------------------------
 
     def _compared(self) -> Mapping[str, str]:
-        """Return what all processes must have alike in a call, by name."""
+        """Return the values that all processes must share in a call, by name."""
         fisher = self.fisher
         settings = f"{self.counter} {self.damping} {self.schedule} {fisher.cov_ema_decay}"
         return {_STATE: f"{settings} {fisher.rng.bit_generator.state}"}

@@ -88,7 +88,7 @@ class ExampleGradients:
         names: Sequence[str],
         chosen: Array | None,
     ) -> Iterator[dict[str, Array]]:
-        """Yield the gradients of the examples of one set after the other."""
+        """Yield the gradients of the examples, set by set."""
         for each in self._batch.sets:
             its = {name: array for name, array in cotangents.items() if self._is_of(name, each)}
             every = range(each.examples(trace)) if chosen is None else map(int, chosen)
@@ -105,7 +105,7 @@ class ExampleGradients:
 
     @cached_property
     def _alone(self) -> bool:
-        """Return whether an example alone, as a batch of one, has the same results."""
+        """Return whether an example has the same results as a batch of one."""
         batch, model = self._batch, self._model
         if batch.fixed or batch.joint or not batch.inputs or model.draws:
             return False

@@ -107,7 +107,7 @@ class TakenLoss:
         return replace(options, factor=factor * options.factor)
 
     def reduction(self, chosen: Reduction) -> Reduction:
-        """Return the reduction of the file, or the choice of the caller where the file has none."""
+        """Return the file's reduction, or the caller's choice if the file lacks a reduction."""
         in_file = self.loss.reduction
         return chosen if in_file == "none" else cast(Reduction, in_file)
 

@@ -226,7 +226,7 @@ def _named(choice: object) -> tuple[str, Metric]:
 
 
 def _apply(function: MetricFunction, name: str, batch: Evaluated) -> list[Sum]:
-    """Return the sum over a batch of what a function of the caller returns."""
+    """Return the sum over a batch of the values that a caller's function returns."""
     targets = batch.targets.targets if isinstance(batch.targets, Weighted) else batch.targets
     weights = (batch.weights(),) if _reads_weights(function) else ()
     results = as_array(function(batch.outputs, targets, *weights))

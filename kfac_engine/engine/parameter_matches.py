@@ -97,8 +97,8 @@ class ParameterMatches:
 
         Returns:
             New arrays in the layout of the framework, by its names; other libraries read them by
-            DLPack, such as ``torch.from_dlpack``. An array with several names is under each of
-            them. NumPy lacks bfloat16; such an array is float32.
+            DLPack, such as ``torch.from_dlpack``. An array with several names is under each name.
+            NumPy lacks bfloat16; such an array is float32.
 
         Raises:
             UnknownNameError: A name is not a parameter of the engine.

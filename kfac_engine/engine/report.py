@@ -221,7 +221,7 @@ def engine_summary(
 
 
 def listed(texts: Sequence[str]) -> str:
-    """Return the first texts of a list, and the number of the others."""
+    """Return the first texts of a list, and the number of further texts."""
     more = len(texts) - _MOST_LISTED
     shown = ", ".join(islice(texts, _MOST_LISTED))
     return f"{shown}, {more:,} more" if more > 0 else shown

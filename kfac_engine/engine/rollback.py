@@ -84,7 +84,7 @@ class Undo:
         self.add(restore)
 
     def restore(self) -> None:
-        """Restore what was stored."""
+        """Restore the stored values."""
         self._model.buffers.update(self._buffers)
         self._model.passes.count = self._passes
         for restore in reversed(self._restores):

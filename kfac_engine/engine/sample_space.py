@@ -244,7 +244,7 @@ class SampleSpace(CurvatureProducts):
         return self._model.to_file_layout(arrays)
 
     def sampled(self, seed: int, most: int = MOST_ROWS) -> Rows:
-        """Return all rows if there are at most ``most``, or those of a random sample of examples.
+        """Return all rows if there are at most ``most``, or the rows of randomly drawn examples.
 
         Each loss has its share of the examples, at least one.
 
@@ -307,7 +307,7 @@ class SampleSpace(CurvatureProducts):
         return chosen, sqrt(count / len(chosen))
 
     def check(self, rows: Rows) -> None:
-        """Refuse a model whose rows, read layer by layer, are not those of its products.
+        """Refuse a model whose rows, read layer by layer, differ from its products.
 
         Rows assume that an example depends on its own inputs only.
         """
@@ -340,7 +340,7 @@ class SampleSpace(CurvatureProducts):
         return shapes
 
     def _wide(self, trace: Trace) -> Mapping[str, Array]:
-        """Return what the losses read, their inputs in float64."""
+        """Return the values that the losses read, in float64."""
         inputs = {name: self._host(trace[name]) for name in self._objective.inputs}
         return ChainMap(inputs, trace)  # type: ignore[arg-type] # a trace is only read
 

@@ -52,7 +52,7 @@ def batch_size(batch: Batch, inputs: Mapping[str, Array]) -> int | None:
 
 
 def check_mode(estimation_mode: str, heads: Sequence[LossBinding], batch: Batch) -> None:
-    """Refuse a mode that a loss does not have, or that needs an axis of the examples alone."""
+    """Refuse a mode that a loss lacks, or that needs an axis with only the examples."""
     for head in heads:
         samples = estimation_mode in ("gradients", "empirical")
         if head.loss.sequences and not (samples or head.loss.has_products):
@@ -113,7 +113,7 @@ def checked_vectors(
 
 
 def check_blocks(collection: LayerCollection, names: Set[str]) -> None:
-    """Refuse vectors, by their names, of some parameters of a block without the others."""
+    """Refuse vectors, by name, if a block has vectors for some but not all of its parameters."""
     for params in map(uses, collection.fisher_blocks):
         if not names.isdisjoint(params) and not names >= {*params}:
             raise InputError(

@@ -220,7 +220,7 @@ class _LossBuilder(NodeBuilder):
         return self.value("Expand", self.scalar(1), size, shape=shape)
 
     def later(self, value: str, axis: int) -> str:
-        """Add the entries of a value after the first one along an axis, and zeros at the end."""
+        """Shift a value's entries by one towards an axis's start, and put zeros at its end."""
         fact = self.facts[value]
         kind = fact.dtype.name
         one, rest = list(fact.shape), list(fact.shape)

@@ -24,7 +24,7 @@ FORMS: tuple[Form, ...] = get_args(Form)
 
 @dataclass(frozen=True, slots=True)
 class TargetInputs:
-    """What the targets of a file are, and which of them have weights.
+    """The kind of a file's targets, and the weights or mask that they have.
 
     Raises:
         InputError: A value is unknown, or both weights and a mask are asked for.

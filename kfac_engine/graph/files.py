@@ -32,7 +32,7 @@ _ALIGNMENT = 64
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
-    """What the files of a model contain."""
+    """The contents of a model's files."""
 
     message: bytes  # contents of the model file
     location: str  # name of the second file, in the same folder

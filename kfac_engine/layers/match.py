@@ -26,7 +26,7 @@ class NewValue:
 
 @dataclass(frozen=True, slots=True)
 class LayerMatch:
-    """A layer, or a parameter without one."""
+    """A layer, or a parameter without a layer."""
 
     # Layer kind in ``curvature/approximations``; ``"generic"`` for a parameter without a layer.
     kind: str

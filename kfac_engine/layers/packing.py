@@ -220,7 +220,7 @@ class Packing:
         return result.astype(like.dtype, order="C", copy=False)
 
     def _with_taps_in_rows(self, weight: Array) -> tuple["Packing", Array]:
-        """Return the packing of a weight alone, and the weight with exchanged axes if needed."""
+        """Return the packing without a bias, and the weight, with axes exchanged if needed."""
         alone = replace(self, has_bias=False)
         if self.weight_format not in _TRANSPOSED_AXES:
             return alone, weight

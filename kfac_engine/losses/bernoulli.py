@@ -139,7 +139,7 @@ class MultiBernoulliNegativeLogProbLoss(ElementwiseLoss):
             ).at("targets", where)
 
     def _probs(self, values: Values) -> tuple[Array, Array]:
-        """Return p and q = 1 − p, both to full relative precision."""
+        """Return p and q = 1 − p, each to full relative precision."""
         z = values[self.logits]
         return _probabilities(z, array_module(z).exp(-abs(z)))
 

@@ -24,7 +24,7 @@ class LossCollection:
 
     @property
     def registered_losses(self) -> tuple[RegisteredLoss, ...]:
-        """The losses with their names and coefficients, those of one name side by side.
+        """The losses with their names and coefficients; losses of one name are adjacent.
 
         Raises:
             InputError: No loss is registered.

@@ -361,7 +361,7 @@ class CTCNegativeLogProbLoss(LossFunction):
         return self.batch_axis, 3 - axis - self.batch_axis, axis
 
     def _frames(self, values: Values, weights: Array) -> Array:
-        """Return 1 for each frame that counts and 0 for the others, as ``(n, frames)``."""
+        """Return 1 for frames that count and 0 for other frames, as ``(n, frames)``."""
         xp, order = array_module(weights), self._order(values)
         sizes = tuple(values[self.logits].shape[axis] for axis in order[:2])
         counting = weights if weights.dtype.kind == "b" else weights > 0
@@ -512,7 +512,7 @@ class _Recursions:
         return total
 
     def _chosen(self, t: int, new: Array, old: Array) -> Array:
-        """Return ``new`` for the examples whose frame counts, ``old`` for the others."""
+        """Return ``new`` for examples whose frame counts, and ``old`` for other examples."""
         if self._frames is None:
             return new
         chosen: Array = self._xp.where(self._frames[:, t, None] > 0, new, old)

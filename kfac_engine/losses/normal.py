@@ -120,7 +120,7 @@ class NormalMeanNegativeLogProbLoss(LocationLoss):
         return xp.where(weight > 0, mean, 0)
 
     def _by_feature(self, observed: Observed) -> tuple[Array, tuple[int, ...]]:
-        """Return targets divided by the variance, and their axes but that of the features."""
+        """Return targets divided by the variance, and all their axes except the features' axis."""
         assert observed.targets is not None, "observe has read the targets"
         t = observed.targets.astype(np.float64)
         axis = self.class_axis % t.ndim if t.ndim > 1 else None

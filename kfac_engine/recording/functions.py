@@ -354,7 +354,7 @@ def identity_like(x: Symbol) -> Symbol:
 
 
 def _repeat(x: Symbol, count: int) -> Symbol:
-    """Return a vector with each entry several times, one after the other."""
+    """Return a vector in which each entry is repeated."""
     return x[:, None].broadcast((*x.shape, count)).reshape(-1)
 
 

@@ -65,7 +65,7 @@ class Batch:
 
     @classmethod
     def of_sets(cls, sets: Sequence["Batch"]) -> "Batch":
-        """Return the batch of the examples of several sets, one set after the other."""
+        """Return the batch of several sets of examples, set by set."""
         inputs = {name: axis for each in sets for name, axis in each.inputs.items()}
         places = {name: place for each in sets for name, place in each.places.items()}
         joint = f"{quoted(inputs)} have numbers of examples of their own"
@@ -226,7 +226,7 @@ class _Probe:
     def without_axes_apart(
         self, candidates: Sequence[Candidate], outputs: Sequence[str]
     ) -> Sequence[Candidate]:
-        """Leave out axes of several symbols if outputs grow along one of these symbols alone.
+        """Leave out axes of several symbols if outputs grow along only one of these symbols.
 
         The ids of all bags have such a symbol of their own, beside the offsets of each bag. A size
         of one tells nothing, because it is broadcast.
@@ -387,7 +387,7 @@ class _Probe:
         )
 
     def divides(self, batch: Batch, outputs: Sequence[str]) -> bool:
-        """Return whether a sample run shows that examples do not need the first one.
+        """Return whether a sample run shows that examples do not depend on the first example.
 
         If all examples have equal outputs, values on the way to them are compared as well.
         """
@@ -434,7 +434,7 @@ class _Probe:
     def coupled(self, batch: Batch, outputs: Sequence[str], *, first: bool = True) -> str:
         """Return the first node by which examples depend on each other, or ``""``.
 
-        Without ``first``, ``divides`` has shown that examples do not need the first one.
+        Without ``first``, ``divides`` has shown that examples do not depend on the first example.
         """
         if batch.sets:
             nodes = (self.coupled(each, _of_set(each, outputs), first=first) for each in batch.sets)

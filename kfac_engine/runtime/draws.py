@@ -102,5 +102,5 @@ def _write(tape: Tape, node: Node, numbers: Draws, facts: Mapping[str, Fact]) ->
 
 
 def _sizes(tape: Tape, name: str, facts: Mapping[str, Fact]) -> Shape:
-    """Return the sizes of a value, which may differ from those of the sample run."""
+    """Return the sizes of a value, which may differ from its sizes in the sample run."""
     return tuple(size_of(tape, name, axis) for axis in range(len(facts[name].shape)))

@@ -82,7 +82,7 @@ class _Constants(Mapping[str, Array]):
 
 
 def _require_room(parameters: Mapping[str, Array]) -> None:
-    """Refuse parameters whose gradients alone do not fit into the free memory."""
+    """Refuse parameters whose gradients do not fit into the free memory."""
     largest = max(parameters, key=lambda name: parameters[name].nbytes)
     require_memory(
         sum(array.nbytes for array in parameters.values()),
@@ -312,7 +312,7 @@ class OnnxModel:
         return merge_ties(self.ties, values)
 
     def static_shape(self, name: str) -> tuple[int, ...] | None:
-        """Return the shape of a value that depends on constants alone; None for other values."""
+        """Return the shape of a value that depends only on constants; None for other values."""
         return self.facts[name].shape if self._is_static(name) else None
 
     def subgraph(self, ends: Iterable[str] | None = None) -> SubGraph:

@@ -1,4 +1,4 @@
-"""Implements what the classifier and the regressor share: ``fit``, the model and its files."""
+"""Implements ``fit``, the model and its files for the classifier and the regressor."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -240,7 +240,7 @@ def _write_to_stdout(chunks: Chunks) -> None:
 
 
 def _status(path: Path) -> os.stat_result | None:
-    """Return the status of the file that a path leads to; None if there is no file."""
+    """Return the status of the file that a path leads to; None if the file does not exist."""
     try:
         return path.stat()
     except FileNotFoundError:

@@ -29,7 +29,7 @@ class AverageSpan:
 
     ``ρ = (1 + μ) / (1 − μ) · |v|² / |g|²`` is 1 for independent gradients, more where they have a
     common part, and less where they cancel: a step goes beyond the minimum, and the next one comes
-    back. A longer average keeps the common part alone. In every seventh step, with the mean ρ of
+    back. A longer average keeps only the common part. In every seventh step, with the mean ρ of
     the matrices, ::
 
         log span ← log span + 0.2 min(max(10 (0.35 − ρ), −1), 1)

@@ -60,9 +60,9 @@ def describe(optimizer: Optimizer, settings: Mapping[str, object]) -> Descriptio
 
 
 def contents(engine: Engine, data: RunData) -> dict[str, str | float | None]:
-    """Return what a run is made of besides its model and its numbers, as a resumed run compares it.
+    """Return the settings and data of a run, which a resumed run compares.
 
-    The texts of the ``loss``, of the ``data`` and of the ``validation`` are equal for equal ones.
+    The texts of ``loss``, ``data`` and ``validation`` are equal for equal losses and data.
     """
     objective = engine.objective
     losses = [

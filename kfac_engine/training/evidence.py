@@ -37,7 +37,7 @@ _LEAST = 1e-30  # least divisor
 
 
 class Evidence(NamedTuple):
-    """What the steps so far tell about the precisions of weights."""
+    """The statistics of the steps so far that determine the precisions of weights."""
 
     residual: float = 1.0  # average of the residuals of the steps, at most 1
     # Average of the squares of the gradients at the predictions, relative to those that the loss

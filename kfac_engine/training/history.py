@@ -97,7 +97,7 @@ def metrics_in(record: Record) -> dict[str, float]:
 
 
 def check_entries(record: Record, before: Record, callback: str) -> None:
-    """Convert the numbers in a record that a callback received to those of Python, in place.
+    """Convert the numbers in a record that a callback received to Python numbers, in place.
 
     None becomes NaN, and a NumPy number or an array without axes becomes the number of Python. An
     entry that is not a number, or an entry of the step that the callback removed or moved, raises

@@ -67,7 +67,7 @@ class Stacks:
         return array if piece is None else piece.matrices(array, copy=False)[0]
 
     def first(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Return values by stack, those of its first member, and values outside of stacks."""
+        """Return the value of each stack's first member by stack, and values outside of stacks."""
         of = self.of
         left = {name: value for name, value in values.items() if name not in of}
         return left | {
@@ -75,7 +75,7 @@ class Stacks:
         }
 
     def names(self, names: Sequence[str]) -> list[str]:
-        """Return names of parameters, each stack's name once in place of those of its members."""
+        """Return names of parameters, with a stack's name once in place of its members' names."""
         of = self.of
         return [*dict.fromkeys(of.get(name, name) for name in names)]
 
@@ -181,7 +181,7 @@ def _is_matrix(piece: Piece, value: Array) -> bool:
 def _kinds(
     update: AdaptiveLengthUpdate, parameters: Vector, repeats: Mapping[str, float]
 ) -> Iterator[tuple[str, tuple[Any, ...]]]:
-    """Yield the parameters that may be stacked, with what the parameters of a stack share."""
+    """Yield the parameters that may be stacked, each with the key that its stack shares."""
     weights, places = update.units.weights, update.features.places
     for name, value in parameters.items():
         if not update.units.is_whole(name) or name in update.predictions:

@@ -98,7 +98,7 @@ class Zeros(dict[str, Array]):
 
 
 def groups(arrays: Vector, kinds: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
-    """Return the names of small arrays of one kind and type together, other names alone.
+    """Yield the names of small arrays of one kind and type together, and other names singly.
 
     ``kinds`` map a name to the rule of the entries, which must be equal in a group; None for no
     group.

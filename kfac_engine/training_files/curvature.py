@@ -597,7 +597,7 @@ class CurvatureSteps:
 
 
 def _by_size(averages: Sequence[Symbol]) -> tuple[list[int], dict[int, list[int]]]:
-    """Return the numbers of the diagonals, and those of the matrices by their side."""
+    """Return the indices of the diagonals, and the indices of the matrices by their size."""
     lines = [i for i, average in enumerate(averages) if average.ndim == 1]
     sizes: dict[int, list[int]] = {}
     for i, average in enumerate(averages):

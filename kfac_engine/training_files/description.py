@@ -16,7 +16,7 @@ SEEN, DIFFERENT = "examples seen", "different examples"
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """What the inputs and outputs of training files are."""
+    """The inputs and outputs of training files."""
 
     identity: str  # equal in the files of one export
     model: str  # name of the model

@@ -108,7 +108,7 @@ class TrainingFiles:
         state: AnyState | None = None,
         seed: int = 0,
     ) -> TrainingRun:
-        """Train with ONNX Runtime alone, as a device does.
+        """Train with only ONNX Runtime, as a device does.
 
         Args:
             data: Data as for ``fit``; the batches are the same as in ``fit`` with this seed.

@@ -1,4 +1,4 @@
-"""Provides what the recording of a step reads: model, optimizer, names and random nodes."""
+"""Provides the model, the optimizer, names and random nodes to the recording of a step."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace

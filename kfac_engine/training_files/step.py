@@ -459,7 +459,7 @@ class StepRecorder:
 
 
 class _Measured(NamedTuple):
-    """What a rule reads of a batch, besides the gradients."""
+    """The values of a batch, besides the gradients, that a rule reads."""
 
     loss: Symbol
     residuals: Residuals

@@ -72,7 +72,7 @@ class Specimen:
         return cls(engine, inputs, targets, examples)
 
     def alone(self) -> "Specimen | None":
-        """Return the first example; None if the model does not run with one example alone."""
+        """Return the first example; None if the model does not run with a single example."""
         axes = self.engine.example_axes
         if self.examples == 1:
             return self
@@ -86,7 +86,7 @@ class Specimen:
 
     @cached_property
     def coupling(self) -> str:
-        """The node by which results of one example depend on the others; empty for none."""
+        """The node by which an example's results depend on other examples; empty for none."""
         return next((loss.coupling for loss in self.engine.losses if loss.coupling), "")
 
     @cached_property

@@ -290,7 +290,7 @@ def deform_conv(b: LoweringBuilder, node: Node) -> None:
 
 
 def _deformed(b: LoweringBuilder, node: Node, kernel: list[int]) -> list[Taps]:
-    """Write the taps along both axes, at positions ``(n, groups, taps, y, x)``."""
+    """Write the taps along the two axes, at positions ``(n, groups, taps, y, x)``."""
     image, offset = node.inputs[0], node.inputs[2]
     groups = integer(node, "offset_group", 1)
     places_shape = b.op("Shape", offset, start=2)

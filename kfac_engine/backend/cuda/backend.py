@@ -360,7 +360,7 @@ class CupyBackend:
 
 
 def _by_type(arrays: Sequence[Array]) -> tuple[dict[str, list[int]], list[int]]:
-    """Return the indices of arrays that ``spans.cu`` reads, by type, and of the others."""
+    """Return the indices of arrays that ``spans.cu`` reads, by type, and of all other arrays."""
     launched: dict[str, list[int]] = {}
     others = []
     for i, array in enumerate(arrays):

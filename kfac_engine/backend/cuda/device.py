@@ -72,7 +72,7 @@ class Solvers:
     def fork(self, streams: int) -> list[Any]:
         """Return streams whose work starts after all earlier work of the current stream.
 
-        If ``streams`` is zero, the list contains the current stream alone.
+        If ``streams`` is zero, the list contains only the current stream.
         """
         current = self._xp.cuda.get_current_stream()
         if not streams:

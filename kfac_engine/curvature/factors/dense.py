@@ -181,7 +181,7 @@ class DenseSquareMatrixFactor(FisherFactor):
         self._registered[operation, damping_id(damping_func)] = damping_func
 
     def _requests(self, wanted: Iterable[Wanted]) -> dict[Request, Sequence[Wanted]]:
-        """Return the requests, with the operations that each of them computes."""
+        """Return the requests, with the operations that each request computes."""
         powers = [(op, damping) for op, damping in wanted if isinstance(op, float)]
         requests: dict[Request, Sequence[Wanted]] = {}
         takes_eigenvectors = self._takes_eigenvectors(powers)
@@ -219,7 +219,7 @@ class DenseSquareMatrixFactor(FisherFactor):
         return requests
 
     def _by_feature(self, level: Any) -> Array:
-        """Return what a damping by feature adds to the diagonal, in float64."""
+        """Return the numbers that a damping by feature adds to the diagonal, in float64."""
         multiple = level / max(self.trace() / self.side, LEAST_EIGENVALUE)
         levels: Array = multiple * self.moments(self._lower().astype(np.float64), self.backend.xp)
         return levels

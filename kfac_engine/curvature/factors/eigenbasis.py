@@ -237,7 +237,7 @@ def set_bases(
     values: Values,
     over_ranks: OverRanks = lambda measured: measured,
 ) -> None:
-    """Set the bases of factors whose average has no batch yet, from the moments of the first one.
+    """Set the bases of factors whose average has no batch yet, from the first factor's moments.
 
     ``over_ranks`` returns means over all processes. Errors are as for ``FisherFactor.check``; then
     no average has moved.

@@ -92,7 +92,7 @@ class ToMeasure:
         statistic.add_to(average, self.values, backend, alpha * self.part, beta)
 
     def share(self, part: float, total: Count, least: DType) -> "ToMeasure":
-        """Return what measures ``part`` times the mean."""
+        """Return a batch whose measurement is ``part`` times the mean."""
         del least  # the average has it
         return replace(self, count=total, part=part)
 

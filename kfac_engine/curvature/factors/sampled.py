@@ -22,7 +22,7 @@ Indices: TypeAlias = npt.NDArray[np.intp]
 
 @dataclass(frozen=True, slots=True)
 class _Draw:
-    """What is read of a tensor."""
+    """The examples and positions that are read of a tensor."""
 
     images: Indices | None  # indices of the images, ascending; None for all
     rows: Indices | None  # indices of the rows of these images, ascending; None for all

@@ -143,7 +143,7 @@ class Count:
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """The sizes of what a factor measures of a batch."""
+    """The sizes of a factor's measurement of a batch."""
 
     shape: tuple[int, ...]  # shape of the measurement
     count: Count  # what the measurement is a mean over

@@ -212,7 +212,7 @@ def _sigmoid(graph: Graph, node: Node, reduction: str, output: str) -> FileLoss 
 
 
 def _argument(graph: Graph, name: str, *ops: str) -> str | None:
-    """Return the operand of functions that are applied one after the other, the last one first."""
+    """Return the operand of nested functions; ``ops`` starts with the outermost function."""
     for op in ops:
         node = graph.producers.get(name)
         if node is None or node.op != op:

@@ -378,7 +378,7 @@ def _resize(edited: EditedModel, node: onnx.NodeProto, sizes: _Sizes) -> None:
 
 
 def _declare(edited: EditedModel, last: onnx.NodeProto, sizes: _Sizes) -> None:
-    """Declare the shapes of outputs that depend on the head, and forget those of inner values."""
+    """Declare shapes of outputs that depend on the head; remove the shapes of inner values."""
     result = last.output[0]
     changed = {result, *(name for node in edited.downstream(result) for name in node.output)}
     edited.forget_shapes(changed)

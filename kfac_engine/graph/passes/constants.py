@@ -164,7 +164,7 @@ class _Statistics:
             self._store(source, readers, value)
 
     def _remove_unread(self, nodes: Sequence[onnx.NodeProto]) -> None:
-        """Remove those of ``nodes`` whose results nothing reads any more."""
+        """Remove the ``nodes`` whose results are not read any more."""
         read = {name for node in self.graph.node for name in reads(node)}
         read.update(entry.name for entry in self.graph.output)
         unread = [node for node in nodes if node.output[0] not in read]
@@ -268,7 +268,7 @@ def _passes_on(node: onnx.NodeProto) -> bool:
 
 
 def _chain(name: str, makers: Mapping[str, onnx.NodeProto]) -> list[onnx.NodeProto]:
-    """Return the nodes of ``makers`` that compute a value, one after the other."""
+    """Return the chain of nodes in ``makers`` that computes a value."""
     chain: list[onnx.NodeProto] = []
     while name in makers and makers[name] not in chain:
         chain.insert(0, makers[name])

@@ -135,7 +135,7 @@ class _Reading:
         self._offsets, self._entries = self._found_offsets()
 
     def bags(self) -> _Bags:
-        """Return what the loop computes."""
+        """Return the bags that the loop computes."""
         body = body_of(self._loop, "body", self._graph.opset)
         if self._stacks:
             trips = self._outer(self._loop.inputs[0])
@@ -164,7 +164,7 @@ class _Reading:
         return _Bags(kind, table, self._offsets, self._entries)
 
     def _terms(self, body: Body, first: list[Term]) -> list[Term]:
-        """Return the terms of the results of the loop's body, from those of its inputs."""
+        """Return the terms of the results of the loop's body, from the terms of its inputs."""
         return self._results(body, dict(zip(body.inputs, first, strict=True)), last=False)
 
     def _results(self, body: Body, known: dict[str, Term], last: bool) -> list[Term]:
@@ -187,7 +187,7 @@ class _Reading:
         return [self._known(name, known) for name in body.graph.outputs]
 
     def _branch(self, node: Node, condition: Term, known: dict[str, Term], last: bool) -> Term:
-        """Return the term of both branches, for bags with entries in the last row or another."""
+        """Return the common term of two branches, for the last row and for all other rows."""
         if condition[0] == "constant":
             name = "then_branch" if _is_true(condition) else "else_branch"
             return self._results(body_of(node, name, self._graph.opset), dict(known), last)[0]

@@ -50,7 +50,7 @@ def inference_nodes(graph: Graph) -> InferenceNodes:
 
 
 def in_train_form(graph: Graph) -> tuple[Graph, tuple[str, ...]]:
-    """Return a graph with normalizations and dropouts in training form, and notes on the others.
+    """Return a graph with normalizations and dropouts in training form, and notes on exceptions.
 
     A ``BatchNormalization`` with constant running statistics normalizes with the statistics of the
     batch, and returns new running statistics under its ``momentum``. A ``Dropout`` drops elements.
