@@ -55,7 +55,7 @@ from kfac_engine.training.optimizer import (
     evaluated_rate,
 )
 from kfac_engine.training.quadratic_update import QuadraticUpdate
-from kfac_engine.training.repeated_batch import RepeatedBatch, divided, mark
+from kfac_engine.training.repeated_batch import RepeatedBatch, divided, mark, mark_of_rest
 from kfac_engine.training.seen_examples import SeenExamples, fingerprints
 from kfac_engine.training.stacked_update import StackedUpdate, stacked_update
 from kfac_engine.training.vectors import Vector, Zeros, add_multiple, dot
@@ -453,13 +453,20 @@ class KfacOptimizer(Optimizer):
         undo: Undo,
     ) -> Basis:
         """Return what a step is computed from, and follow the rule that suits its batch."""
-        seen, repeated, evidence = (
-            self._seen_with(batch),
-            self._basis.repeated,
-            self._basis.evidence,
-        )
+        _, _, seen, repeated, _, evidence = self._basis
+        if self.counts_examples or self._exact:
+            engine, ranks = self.engine, self.engine.passes.agreement
+            axes, reader, sizes = (
+                engine.example_axes,
+                engine.collection.backend,
+                engine.passes.part_sizes,
+            )
+            with ranks.exchanging():
+                drawn = fingerprints(batch, axes, reader, ranks.communicator, sizes)
+        if self.counts_examples:
+            seen = seen.after(drawn)
         if self._exact:
-            repeated = self._repeated_with(batch, loss, clock)
+            repeated = self._repeated_with(batch, drawn, loss, clock)
             self._follow(self._rules[1 + int(repeated.rule) if repeated.exact else 0], undo)
         if self._shrinkage.blocks and residuals is not None and self._rule is self._given:
             evidence = self._evidence_with(residuals, seen, tells=not repeated.refused)
@@ -552,27 +559,17 @@ class KfacOptimizer(Optimizer):
         update = self._given.update
         return update.features.inputs if isinstance(update, AdaptiveLengthUpdate) else ()
 
-    def _seen_with(self, batch: Sequence[Batch]) -> SeenExamples:
-        """Return the examples of all steps and of a batch; unchanged if decay ignores them."""
-        if not self.counts_examples:
-            return self._basis.seen
-        engine, ranks = self.engine, self.engine.passes.agreement
-        with ranks.exchanging():
-            axes, reader = engine.example_axes, engine.collection.backend
-            marks = fingerprints(batch, axes, reader, ranks.communicator, engine.passes.part_sizes)
-        return self._basis.seen.after(marks)
-
     def _repeated_with(
-        self, batch: Sequence[Batch], loss: float, clock: StageClock
+        self, batch: Sequence[Batch], drawn: Array, loss: float, clock: StageClock
     ) -> RepeatedBatch:
         """Return what the steps so far and a batch tell, with the first exact rule that suits it.
 
-        The caller has checked that steps may be exact.
+        The caller has checked that steps may be exact. ``drawn`` are the fingerprints of the batch.
         """
         engine = self.engine
-        of_shard = mark(batch, engine.example_axes, engine.collection.backend)
-        (of_batch,) = engine.passes.agreement.sum(of_shard)
-        repeated = self._basis.repeated.after(of_batch, loss)
+        of_shard = mark_of_rest(batch, engine.example_axes, engine.collection.backend)
+        (of_rest,) = engine.passes.agreement.sum(of_shard)
+        repeated = self._basis.repeated.after(mark(drawn) + of_rest, loss)
         if not repeated.exact or repeated.rule >= 0:
             return repeated
         update = self._exact[0].update

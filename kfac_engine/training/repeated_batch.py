@@ -105,14 +105,19 @@ class Division(NamedTuple):
     left_out: list[Batch]
 
 
-def mark(batch: Sequence[Batch], axes: ExampleAxes, backend: Backend) -> float:
-    """Return a number that batches with the same examples and targets share, in any order."""
+def mark(drawn: Array) -> float:
+    """Return a number that equal fingerprints share, in any order."""
+    return float(np.floor(_SCALE * drawn).sum())
+
+
+def mark_of_rest(batch: Sequence[Batch], axes: ExampleAxes, backend: Backend) -> float:
+    """Return the ``mark`` of targets, their weights, and inputs without examples."""
     total = 0.0
     for part in batch:
         for name, array, axis in axes.arrays(*part):
-            rows = {name: array} if axis is not None else {name: array[None]}
-            drawn = fingerprints_of_part(rows, {name: axis or 0}, backend)
-            total += float(np.floor(_SCALE * drawn).sum())
+            if name not in axes.inputs:
+                rows = {name: array if axis is not None else array[None]}
+                total += mark(fingerprints_of_part(rows, {name: axis or 0}, backend))
     return total
 
 
