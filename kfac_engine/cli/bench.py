@@ -41,7 +41,7 @@ _OPTIONS = (
         "NAME:OPTION=VALUE sets an option of the optimizer."),
     Group.TRAINING_SUITE.option(
         "--seeds", default="0,1,2", metavar="NUMBERS", callback=partial(_list, int),
-        help="Seeds of the suite train; rates are tuned with the first one."),
+        help="Seeds of the suite train; rates are tuned with the first seed."),
     Group.TRAINING_SUITE.option(
         "--seconds", default="", metavar="NUMBERS", callback=partial(_list, float),
         help="CPU seconds of each run of the suite train; by default the budget of each task."),
@@ -54,7 +54,7 @@ _OPTIONS = (
         help="Skip runs in the file of --runs also if the sources have changed since."),
     Group.TRAINING_SUITE.count(
         "--workers", default=1, metavar="N",
-        help="Number of runs of the suite train at a time, each on a core of its own."),
+        help="Number of runs of the suite train at a time, each on a separate core."),
 )  # fmt: skip
 
 

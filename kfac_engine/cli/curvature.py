@@ -34,7 +34,7 @@ _FILES = (
         "--targets or without targets: the inputs, .npz or .npy."),
     Group.DATA.file(
         "--targets",
-        help="Targets in a file of their own, .npz or .npy. Only --fisher empirical needs "
+        help="Targets in a separate file, .npz or .npy. Only --fisher empirical needs "
         "targets."),
     Group.OUTPUT.file(
         "--plot",

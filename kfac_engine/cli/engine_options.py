@@ -73,12 +73,12 @@ _ALL = (
         "'box*=normal(weight=2)' puts it on the outputs that match box*."),
     Group.LOSS.option(
         "--output", metavar="NAME", multiple=True, callback=one_or_all,
-        help="Output that a loss by name reads; by default the output from which no other is "
-        "computed."),
+        help="Output that a loss by name reads; by default the output from which no other output "
+        "is computed."),
     Group.LOSS.option(
         "--class-axis", type=int, default=-1,
-        help="Axis of the classes or features in that output; -1 is found for classes, and else "
-        "the last."),
+        help="Axis of the classes or features in that output; -1 finds the axis of classes, and "
+        "is else the last axis."),
     Group.LOSS.option(
         "--reduction", type=click.Choice(("mean", "batch_mean", "sum")), default="mean",
         help="Reduction of the loss over examples and positions."),

@@ -58,7 +58,9 @@ _OPTIONS = (
     "kfac-engine export-training mlp.onnx --optimizer kfac -o train",
     MODEL,
     sample_option,
-    Group.OUTPUT.file("-o", "target", required=True, help="Folder of the files, which may be new."),
+    Group.OUTPUT.file(
+        "-o", "target", required=True, help="Folder of the files, created if needed."
+    ),
     options=(*_OPTIONS, *engine_options(*_NAMES)),
 )
 def run_export_training(
@@ -96,7 +98,7 @@ _GRADIENT_OPTIONS = (
     Group.LOSS.option(
         "--output", metavar="NAME", multiple=True, callback=one_or_all,
         help="Value that is differentiated, one for each loss; by default the output from which "
-        "no other is computed."),
+        "no other output is computed."),
     Group.MODEL.option(
         "--wrt", multiple=True, callback=one_or_all, metavar="PATTERN",
         help="Name or pattern of parameters and inputs to differentiate with respect to; by "
@@ -138,8 +140,8 @@ def _names_of_each(
 _KINDS = (
     Group.MODEL.option(
         "--output", "outputs", metavar="NAME", multiple=True, callback=one_or_all,
-        help="Output u to differentiate; by default all that depend on the input. May be "
-        "repeated."),
+        help="Output u to differentiate; by default all outputs that depend on the input. "
+        "May be repeated."),
     Group.OUTPUT.option(
         "--jacobian", is_flag=True, help="Add 'jacobian of u', the derivatives by all features."),
     Group.OUTPUT.option(
@@ -163,7 +165,7 @@ _KINDS = (
     Group.MODEL.option(
         "--wrt", required=True, metavar="INPUT[=NAMES]",
         help="Name of the input x to differentiate with respect to, of the shape (n, d), and "
-        "names of its features, as x=t,y; by default they have numbers from zero."),
+        "names of its features, as x=t,y; by default numbers from zero."),
     sample_option,
     Group.OUTPUT.file("-o", "target", required=True, help="File of the result (.onnx)."),
     options=_KINDS,

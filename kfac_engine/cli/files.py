@@ -66,7 +66,7 @@ def read_inputs(path: Path | None, model: Path) -> dict[str, Array] | None:
 
 
 def data_of(files: SimpleNamespace) -> Any:
-    """Return the data in the files of ``labeled_data``, in a form of ``fit``."""
+    """Return the data in the files of ``labeled_data``, as for ``fit``."""
     return files.data if files.targets is None else (files.data, files.targets)
 
 
@@ -158,7 +158,7 @@ def write_npz(path: Path, arrays: Mapping[str, Array]) -> None:
 def file_batches(
     assembly: Assembly, data: Any, size: int | None, passes: int = 1, *, labeled: bool = False
 ) -> "ShownBatches":
-    """Return data in a form of ``fit`` as batches with a bar.
+    """Return data as for ``fit`` as batches with a bar.
 
     ``passes`` is the number of times that the data are read. ``InputError`` is raised if the data
     are wrong, or if the model runs with another number of examples only.

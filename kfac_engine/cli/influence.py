@@ -30,10 +30,9 @@ _FILES = (
     *labeled_data("--inputs", "Training data"),
     Group.DATA.file(
         "--queries",
-        help="Queries, in a form of --inputs; without them, each example has the score for "
-        "itself."),
+        help="Queries, as for --inputs; without queries, each example is scored for itself."),
     Group.DATA.file(
-        "--query-targets", help="Targets of the queries in a file of their own, .npz or .npy."),
+        "--query-targets", help="Targets of the queries in a separate file, .npz or .npy."),
     Group.OUTPUT.file(
         "-o", "--out", required=True,
         help="File of the scores (.npz): scores (queries, examples), or self_scores (examples)."),

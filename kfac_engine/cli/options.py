@@ -46,7 +46,7 @@ def labeled_data(flag: str, what: str = "Data") -> tuple[Option, Option]:
             help=f"{what}: .npz with the inputs by name and 'targets', or a folder of such files. "
             "With --targets: the inputs, .npz or .npy.",
         ),
-        Group.DATA.file("--targets", help="Targets in a file of their own, .npz or .npy."),
+        Group.DATA.file("--targets", help="Targets in a separate file, .npz or .npy."),
     )
 
 

@@ -36,7 +36,7 @@ _FILES = (
         "are one batch. With --targets: the inputs, .npz or .npy."),
     Group.DATA.file(
         "--targets",
-        help="Targets in a file of their own, .npz or .npy. With --gradients, targets are "
+        help="Targets in a separate file, .npz or .npy. With --gradients, targets are "
         "optional."),
     Group.DATA.file(
         "--gradients", help="Gradients to precondition in place of the model's own (.safetensors)."

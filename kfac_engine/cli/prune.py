@@ -27,8 +27,8 @@ method_option = Group.PRUNING.option(
     metavar="NAME",
     default="obd",
     names=("analysis.pruning.pruning.METHODS",),
-    help="Saliency of a weight: obd, the rise of the loss if it alone becomes zero; obs, the rise "
-    "if the other weights of its block make up for it; or its magnitude.",
+    help="Saliency of a weight: obd, the rise of the loss if only this weight becomes zero; obs, "
+    "the rise if the other weights of its block compensate for it; or its magnitude.",
 )
 damping_option = Group.PRUNING.option(
     "--damping",

@@ -72,11 +72,11 @@ _CHOICES = (
     Group.VALIDATION.option(
         "--best", metavar="METRIC",
         help="Write the weights of the validation with the best metric, such as validation_loss, "
-        "not those of the last step."),
+        "not the last step's weights."),
     Group.VALIDATION.option(
         "--average", "decay", metavar="DECAY|tail", callback=_number_or(str),
-        help="Evaluate and write an average of the weights: an exponential one with a decay such "
-        "as 0.99, or the mean over the last 40 % of the run."),
+        help="Evaluate and write an average of the weights: an exponential average with a decay "
+        "such as 0.99, or the mean over the last 40 % of the run."),
     Group.OUTPUT.file(
         "--tensorboard", metavar="DIR",
         help="Folder for event files of TensorBoard; needs the extra tensorboard."),
@@ -87,8 +87,8 @@ _FILES = (
     *labeled_data("--data"),
     Group.VALIDATION.option(
         "--validation", metavar="FILE|FRACTION", callback=_number_or(Path),
-        help="Data to evaluate after each epoch, in a form of --data; or the fraction of --data "
-        "that is split off, such as 0.1."),
+        help="Data to evaluate after each epoch, as for --data; or the fraction of --data to split "
+        "off, such as 0.1."),
     Group.CHECKPOINTS.file("--checkpoint", help="Folder for the state of the run, to resume from."),
     Group.OUTPUT.file("--log", help="File for a line of JSON for each step."),
     Group.OUTPUT.file("--report", help="File for a page with the charts of the run (.html)."),
@@ -102,8 +102,8 @@ _UPDATE = (
         "--learning-rate", type=float, help="Learning rate; by default the optimizer's own."),
     Group.OPTIMIZER.option(
         "--damping", type=float,
-        help="Damping for kfac and gauss_newton. That of kfac without --learning-rate is relative "
-        "to the mean eigenvalue of each block, and 0.1 by default."),
+        help="Damping for kfac and gauss_newton. Without --learning-rate, kfac's damping is "
+        "relative to the mean eigenvalue of each block, and 0.1 by default."),
     Group.OPTIMIZER.option(
         "--weight-decay", type=float, help="Weight decay; by default the optimizer's own."),
     Group.KFAC_REFRESHES.option(
@@ -111,9 +111,9 @@ _UPDATE = (
         help="Number of steps from one refresh of a factor to the next."),
 )  # fmt: skip
 _COURSE = (
-    Group.LENGTH.count("--epochs", help="Bound of the epochs; 10 without any bound."),
-    Group.LENGTH.count("--steps", help="Bound of the steps."),
-    Group.LENGTH.option("--seconds", type=float, help="Bound of the time, validation included."),
+    Group.LENGTH.count("--epochs", help="Largest number of epochs; 10 without a budget."),
+    Group.LENGTH.count("--steps", help="Largest number of steps."),
+    Group.LENGTH.option("--seconds", type=float, help="Largest time, validation included."),
     Group.OPTIMIZER.count(
         "--batch-size", default=128,
         help="Examples in a batch, or in a part of it with --accumulate."),
@@ -135,7 +135,7 @@ _COURSE = (
         help="Steps from one checkpoint to the next; by default epochs."),
     Group.CHECKPOINTS.count(
         "--rollbacks", least=0, metavar="N", default=3,
-        help="Returns to earlier parameters, with smaller steps, where the loss explodes."),
+        help="Largest number of returns to earlier parameters if the loss explodes."),
     Group.CHECKPOINTS.option(
         "--resume", is_flag=True, help="Continue from --checkpoint, if it has a state."),
 )  # fmt: skip

@@ -42,7 +42,7 @@ def with_first_examples(
 
     Args:
         model: The model.
-        data: Data in a form of ``fit``.
+        data: Data as for ``fit``.
         axes: The option ``batch_axes``, unchecked.
         labeled: As for ``batches_of``.
         passes: As for ``GivenBatches``. Only an iterator that is read once is begun; the data that
