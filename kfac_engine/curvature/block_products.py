@@ -44,8 +44,11 @@ def multiply(
 
     def multiply_block(names: list[str], block: FisherBlock, vector: Vector) -> None:
         result = product(block, vector)
-        arrays = (result,) if isinstance(result, Rows) else parts(result)
-        products.update(zip(names, arrays, strict=True))
+        if isinstance(result, tuple | list):
+            products.update(zip(names, result, strict=True))
+        else:
+            (name,) = names
+            products[name] = result
 
     tasks = []
     for key, block in collection.fisher_blocks.items():

@@ -455,14 +455,7 @@ class KfacOptimizer(Optimizer):
         """Return what a step is computed from, and follow the rule that suits its batch."""
         _, _, seen, repeated, _, evidence = self._basis
         if self.counts_examples or self._exact:
-            engine, ranks = self.engine, self.engine.passes.agreement
-            axes, reader, sizes = (
-                engine.example_axes,
-                engine.collection.backend,
-                engine.passes.part_sizes,
-            )
-            with ranks.exchanging():
-                drawn = fingerprints(batch, axes, reader, ranks.communicator, sizes)
+            drawn = self._fingerprints(batch)
         if self.counts_examples:
             seen = seen.after(drawn)
         if self._exact:
@@ -558,6 +551,13 @@ class KfacOptimizer(Optimizer):
         """The inputs of the layers whose features bound updates."""
         update = self._given.update
         return update.features.inputs if isinstance(update, AdaptiveLengthUpdate) else ()
+
+    def _fingerprints(self, batch: Sequence[Batch]) -> Array:
+        """Return the fingerprints of the examples of a batch, of all processes."""
+        engine, passes = self.engine, self.engine.passes
+        axes, reader, ranks = engine.example_axes, engine.collection.backend, passes.agreement
+        with ranks.exchanging():
+            return fingerprints(batch, axes, reader, ranks.communicator, passes.part_sizes)
 
     def _repeated_with(
         self, batch: Sequence[Batch], drawn: Array, loss: float, clock: StageClock
