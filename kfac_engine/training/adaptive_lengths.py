@@ -19,15 +19,12 @@ from kfac_engine.backend.namespace import array_module, is_recorded, on_device
 from kfac_engine.backend.protocol import ManyArrays
 from kfac_engine.curvature.blocks.base import FisherBlock, uses
 from kfac_engine.engine.engine import Engine
-from kfac_engine.graph.analysis.subgraph import rearranged
-from kfac_engine.graph.structure import RELAYS
 from kfac_engine.training.average_span import AverageSpan
 from kfac_engine.training.feature_bounds import (
     POWERS,
     FeatureBounds,
     Shortened,
     feature_bounds,
-    model_of,
 )
 from kfac_engine.training.gradient_weight import GradientWeight
 from kfac_engine.training.kfac_updates import (
@@ -58,12 +55,15 @@ from kfac_engine.training.vectors import (
     joined,
     separated,
 )
+from kfac_engine.training.weight_roles import (
+    BY_ADAM,
+    adapters,
+    biases_of,
+    joined_by_blocks,
+    predictions_of,
+    widths_of,
+)
 
-# Kinds of layers whose arrays are updated by Adam: their updates have few entries that are not
-# zero, or scale single features.
-_BY_ADAM = {
-    "embedding", "embedding_multi", "tied_embedding", "scale_and_shift", "shift", "generic"
-}  # fmt: skip
 _BETA2, _EPSILON = 0.999, 1e-8
 
 # Momentum of the averages, unless it is given.
@@ -85,9 +85,6 @@ _LEAST, _LARGEST = 0.1, 20.0
 # loss rises along them by more than ``_FAR`` times the fall at their start, and by more than the
 # loss.
 _CUT, _FAR = 1.0, 3.0
-
-# Operators that may be between the matrices of a product of low rank.
-_SCALES = RELAYS | {"Mul", "Div"}
 
 # Spread of targets below which the lengths of their predictions are ten times as long.
 _SMALL = 0.1
@@ -905,10 +902,11 @@ def adaptive_lengths(
         adam_rate: As in ``AdaptiveLengthUpdate``.
         weight_decay: As in ``AdaptiveLengthUpdate``.
     """
-    units = Units(engine, tuple(parameters), lambda piece: piece.kind not in _BY_ADAM)
+    units = Units(engine, tuple(parameters), lambda piece: piece.kind not in BY_ADAM)
     values = units.split(parameters)
-    roots = root_outputs(units, values)
-    sides = {n: min(w.matrices(values[n]).shape[1:]) for n, w in units.weights.items()}
+    shapes = {n: w.matrices(values[n], copy=False).shape for n, w in units.weights.items()}
+    roots = {name: sqrt(shape[-1]) for name, shape in shapes.items()}
+    sides = {name: min(shape[1:]) for name, shape in shapes.items()}
     second_to_first = adapters(engine, units, values)
     roots |= {name: sqrt(roots[name] * sqrt(sides[name])) for name in second_to_first}
     both = {*second_to_first, *second_to_first.values()}
@@ -917,13 +915,10 @@ def adaptive_lengths(
     equal |= both
     of_layers = {uses(p)[0]: block for p, block in engine.collection.fisher_blocks.items()}
     blocks = {name: of_layers[weight.weight] for name, weight in units.weights.items()}
-    widths = {
-        name: float(sum(shape[-1] for shape in _averages(engine, block) if len(shape) > 1))
-        for name, block in blocks.items()
-    }
+    widths = widths_of(engine, blocks)
     by_adam = {name: value for name, value in values.items() if name not in units.weights}
-    predictions = _predictions(engine)
-    numbers = _groups(engine, units)
+    predictions = predictions_of(engine)
+    numbers = joined_by_blocks(engine, units)
     span = AverageSpan(AVERAGE) if momentum is None and roots else None
     momentum = AVERAGE if momentum is None else momentum
     together = Together(
@@ -949,99 +944,7 @@ def adaptive_lengths(
         adam_rate,
         weight_decay,
         predictions=predictions,
-        shifted=_biases(engine, predictions),
+        shifted=biases_of(engine, predictions),
         features=feature_bounds(engine, units.weights, blocks, values),
         span=span,
     )
-
-
-def _predictions(engine: Engine) -> dict[str, str]:
-    """Return the input of a loss that the layer of each weight and bias computes.
-
-    The input may be a view of the layer's outputs, such as that of ``Squeeze``.
-    """
-    graph = model_of(engine).graph
-    inputs = {rearranged(graph, name): name for name in engine.objective.inputs}
-    return {
-        name: inputs[output]
-        for layer in engine.layers
-        for output in (rearranged(graph, name) for name in uses(layer.outputs))
-        if output in inputs
-        for name in layer.parameters
-        if name in engine.parameters and engine.parameters[name].size
-    }
-
-
-def _biases(engine: Engine, predictions: Collection[str]) -> set[str]:
-    """Return the biases of fully connected layers that compute predictions."""
-    return {
-        bias
-        for layer in engine.layers
-        if layer.kind == "fully_connected"
-        for bias in layer.parameters[1:]
-        if bias in predictions
-    }
-
-
-def _averages(engine: Engine, block: FisherBlock) -> tuple[tuple[int, ...], ...]:
-    """Return the shapes of the averages of the factors of a block."""
-    shapes = [engine.collection.require_shape(name) for name in uses(block.params or ())]
-    return block.factor_shapes(shapes)
-
-
-def _groups(engine: Engine, units: Units) -> dict[str, int]:
-    """Return a number for each weight and each parameter with weights; see ``groups``."""
-    pieces = {n: ps for n, ps in engine.pieces.items() if any(p.kind not in _BY_ADAM for p in ps)}
-    owners = {piece.weight or piece.part.name: n for n, ps in pieces.items() for piece in ps}
-    first = {name: name for name in pieces}
-
-    def find(name: str) -> str:
-        while first[name] != name:
-            name = first[name] = first[first[name]]
-        return name
-
-    for key in engine.collection.fisher_blocks:
-        name, *others = [find(owners[part]) for part in uses(key) if part in owners] or [""]
-        first |= dict.fromkeys(others, name)
-    numbers = {name: number for number, name in enumerate(dict.fromkeys(map(find, pieces)))}
-    of_weights = {name: owners[weight.weight] for name, weight in units.weights.items()}
-    owners_of = {name: name for name in of_weights.values()} | of_weights
-    return {name: numbers[find(owner)] for name, owner in owners_of.items()}
-
-
-def adapters(engine: Engine, units: Units, values: Vector) -> dict[str, str]:
-    """Return the first weight of each product of two low-rank matrices, by the second weight.
-
-    In such a product, as in an adapter, the other side of each matrix is at least four times the
-    rank, and only a constant factor is between the matrices.
-    """
-    graph, sides = model_of(engine).graph, dict[str, tuple[int, ...]]()
-    for name, weight in units.weights.items():
-        count, *shape = weight.matrices(values[name]).shape
-        if count == 1:
-            sides[name] = tuple(shape)
-    weights = {
-        name: layer
-        for layer in engine.layers
-        for name in layer.parameters
-        if name in sides and len(layer.parameters) == 1
-    }
-    weight_of = {output: name for name, layer in weights.items() for output in uses(layer.outputs)}
-    first = {}
-    for name, layer in weights.items():
-        value = uses(layer.inputs)[0]
-        while value not in weight_of and value in graph.producers:
-            node = graph.producers[value]
-            rest = [operand for operand in node.inputs if operand not in graph.constants]
-            if node.op not in _SCALES or len(rest) != 1:
-                break
-            value = rest[0]
-        (rank, outputs), before = sides[name], sides.get(weight_of.get(value, ""), (0, 0))
-        if before[1] == rank and 4 * rank <= min(before[0], outputs):
-            first[name] = weight_of[value]
-    return first
-
-
-def root_outputs(units: Units, values: Vector) -> dict[str, float]:
-    """Return √outputs of the matrices of each weight."""
-    return {n: sqrt(w.matrices(values[n]).shape[-1]) for n, w in units.weights.items()}

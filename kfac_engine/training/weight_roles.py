@@ -1,0 +1,114 @@
+"""Finds the roles of weights in a model: what its graph and its blocks tell of them."""
+
+from collections.abc import Collection, Mapping
+
+from kfac_engine.curvature.blocks.base import FisherBlock, uses
+from kfac_engine.engine.engine import Engine
+from kfac_engine.graph.analysis.subgraph import rearranged
+from kfac_engine.graph.structure import RELAYS
+from kfac_engine.training.feature_bounds import model_of
+from kfac_engine.training.units import Units
+from kfac_engine.training.vectors import Vector
+
+# Kinds of layers whose arrays are updated by Adam: their updates have few entries that are not
+# zero, or scale single features.
+BY_ADAM = {
+    "embedding", "embedding_multi", "tied_embedding", "scale_and_shift", "shift", "generic"
+}  # fmt: skip
+
+# Operators that may be between the matrices of a product of low rank.
+_SCALES = RELAYS | {"Mul", "Div"}
+
+
+def predictions_of(engine: Engine) -> dict[str, str]:
+    """Return the input of a loss that the layer of each weight and bias computes.
+
+    The input may be a view of the layer's outputs, such as that of ``Squeeze``.
+    """
+    graph = model_of(engine).graph
+    inputs = {rearranged(graph, name): name for name in engine.objective.inputs}
+    return {
+        name: inputs[output]
+        for layer in engine.layers
+        for output in (rearranged(graph, name) for name in uses(layer.outputs))
+        if output in inputs
+        for name in layer.parameters
+        if name in engine.parameters and engine.parameters[name].size
+    }
+
+
+def biases_of(engine: Engine, predictions: Collection[str]) -> set[str]:
+    """Return the biases of fully connected layers that compute predictions."""
+    return {
+        bias
+        for layer in engine.layers
+        if layer.kind == "fully_connected"
+        for bias in layer.parameters[1:]
+        if bias in predictions
+    }
+
+
+def widths_of(engine: Engine, blocks: Mapping[str, FisherBlock]) -> dict[str, float]:
+    """Return the sum of the sides of the dense factors of each block."""
+    widths = {}
+    for name, block in blocks.items():
+        shapes = [engine.collection.require_shape(n) for n in uses(block.params or ())]
+        sides = [shape[-1] for shape in block.factor_shapes(shapes) if len(shape) > 1]
+        widths[name] = float(sum(sides))
+    return widths
+
+
+def joined_by_blocks(engine: Engine, units: Units) -> dict[str, int]:
+    """Return the number of the group of each weight, and of each parameter with weights.
+
+    Parameters that blocks join are one group.
+    """
+    pieces = {n: ps for n, ps in engine.pieces.items() if any(p.kind not in BY_ADAM for p in ps)}
+    owners = {piece.weight or piece.part.name: n for n, ps in pieces.items() for piece in ps}
+    first = {name: name for name in pieces}
+
+    def find(name: str) -> str:
+        while first[name] != name:
+            name = first[name] = first[first[name]]
+        return name
+
+    for key in engine.collection.fisher_blocks:
+        name, *others = [find(owners[part]) for part in uses(key) if part in owners] or [""]
+        first |= dict.fromkeys(others, name)
+    numbers = {name: number for number, name in enumerate(dict.fromkeys(map(find, pieces)))}
+    of_weights = {name: owners[weight.weight] for name, weight in units.weights.items()}
+    owners_of = {name: name for name in of_weights.values()} | of_weights
+    return {name: numbers[find(owner)] for name, owner in owners_of.items()}
+
+
+def adapters(engine: Engine, units: Units, values: Vector) -> dict[str, str]:
+    """Return the first weight of each product of two low-rank matrices, by the second weight.
+
+    In such a product, as in an adapter, the other side of each matrix is at least four times the
+    rank, and only a constant factor is between the matrices.
+    """
+    graph, sides = model_of(engine).graph, dict[str, tuple[int, ...]]()
+    for name, weight in units.weights.items():
+        count, *shape = weight.matrices(values[name]).shape
+        if count == 1:
+            sides[name] = tuple(shape)
+    weights = {
+        name: layer
+        for layer in engine.layers
+        for name in layer.parameters
+        if name in sides and len(layer.parameters) == 1
+    }
+    weight_of = {output: name for name, layer in weights.items() for output in uses(layer.outputs)}
+    first = {}
+    for name, layer in weights.items():
+        value = uses(layer.inputs)[0]
+        while value not in weight_of and value in graph.producers:
+            node = graph.producers[value]
+            rest = [operand for operand in node.inputs if operand not in graph.constants]
+            if node.op not in _SCALES or len(rest) != 1:
+                break
+            value = rest[0]
+        (rank, outputs), before = sides[name], sides.get(weight_of.get(value, ""), (0, 0))
+        if before[1] == rank and 4 * rank <= min(before[0], outputs):
+            first[name] = weight_of[value]
+    return first
