@@ -571,8 +571,8 @@ class LayerCollection(LossMethods, core.LayerCollection):
             approximation: Approximation of the layer; by default the default of its kind.
 
         Raises:
-            RegistrationError: A parameter is linked already, or registered with others.
-            InputError: The group is empty, or has a name twice.
+            RegistrationError: A parameter is linked already, or registered with other parameters.
+            InputError: The group is empty, or contains a name twice.
         """
         if not isinstance(params, Iterable):
             raise InputError(f"a group has one or more distinct parameters, got {params!r}.")

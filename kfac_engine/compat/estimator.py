@@ -178,7 +178,7 @@ class FisherEstimator(Fisher):
             Pairs in the same order.
 
         Raises:
-            InputError: A registered parameter is missing, or one is not registered.
+            InputError: A registered parameter is missing, or a given parameter is not registered.
             UnknownNameError: The power is not in ``exps``.
         """
         return multiply_pairs(self._collection, vecs_and_vars, self.matpower_product(exp))

@@ -91,9 +91,10 @@ def with_first_examples(
 def _first_batch(
     data: Data, axes: ExampleAxes, *, labeled: bool
 ) -> tuple[Iterable[_Pair], list[_Pair]]:
-    """Return the batches of data, and the first one; targets may be absent in a loss of the file.
+    """Return all batches, and a list with the first batch.
 
-    An InputError says that the data are wrong.
+    If the file computes its loss, the batches may lack targets. An InputError says that the data
+    are wrong.
     """
     try:
         batches = batches_of(data, axes, labeled=labeled)

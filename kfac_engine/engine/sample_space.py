@@ -50,14 +50,15 @@ _ROUNDING = {"f": 1e-3, "d": 1e-7}
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Rows of the Fisher matrix, ``(m, P)``, all or a random sample, and products with them.
+    """All rows of the Fisher matrix or a random sample, ``(m, P)``, and products with them.
 
     A row of a sample of m among n examples is multiplied by ``√(n / m)``, so that ``RᵀR`` is the
     Fisher matrix on average. Vectors over the parameters are ``(P,)`` in float64, in the order of
     ``SampleSpace.flat``.
 
-    With several processes, the rows are those of all of them, in their order, and each process has
-    some columns of every row. Products sum over the processes, which make the same calls.
+    With several processes, the rows of all processes follow each other in the order of the
+    processes, and each process has some columns of every row. Products sum over the processes,
+    which make the same calls.
     """
 
     matrix: NDArray[np.float64]  # all rows, with columns of this process in the order of the layers

@@ -48,8 +48,8 @@ def extended_files(
     for name in (*constants, *(name for node in nodes for name in node.outputs)):
         if name in names:
             raise InputError(
-                f"the file has a value '{name}' already, so it cannot have a new one of this name; "
-                f"rename it in the file."
+                f"the file has a value '{name}' already, so a new value cannot have this name; "
+                f"rename the value in the file."
             )
         names.add(name)
     read = {name for node in nodes for name in node.inputs}

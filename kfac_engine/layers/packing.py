@@ -153,7 +153,7 @@ class Packing:
         return weight.T if layout.outputs_first else weight
 
     def rows_in_place(self, weight: Array) -> Array | None:
-        """Return ``rows`` as a view, with one or two axes of rows; None if there is none."""
+        """Return ``rows`` as a view with one or two axes of rows; None if no view exists."""
         plain = self.plain_matrix(weight)
         if plain is None or weight.ndim == 2 or not _LAYOUTS[self.weight_format].outputs_first:
             return plain if plain is None or weight.ndim > 2 else self.rows(weight, "")

@@ -199,10 +199,10 @@ class TrainingFiles:
     def evaluate(
         self, state: AnyState, batches: Iterable[tuple[Mapping[str, Array], Any]]
     ) -> dict[str, float]:
-        """Return the loss, and the accuracy or the label error rate, of the model as it predicts.
+        """Return the loss, and the accuracy or the label error rate, of the model's predictions.
 
-        The accuracy belongs to targets that are classes, the label error rate to sequences.
-        Dropouts drop nothing, and batch normalizations use their running statistics.
+        The result has the accuracy if targets are classes, and the label error rate if they are
+        sequences. Dropouts are off, and batch normalizations use their running statistics.
 
         Args:
             state: As for ``predict``.

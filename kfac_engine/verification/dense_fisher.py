@@ -101,10 +101,10 @@ class DenseFisher:
 
     @cached_property
     def other_parameters(self) -> tuple[str, ...]:
-        """The classes of losses whose Hessian matrix depends on the targets, against their word.
+        """The loss classes that wrongly claim ``ggn_equals_fisher``.
 
-        Such a matrix is not the Fisher matrix. The inputs of the loss are not natural parameters,
-        although its ``ggn_equals_fisher`` is True.
+        The Hessian matrix of such a loss depends on the targets, so it is not the Fisher matrix:
+        the inputs of the loss are not natural parameters.
         """
         values, objective = loss_values(self.specimen), self.specimen.engine.objective
         terms = zip(objective.terms, objective.observe(values).terms, strict=True)

@@ -59,8 +59,8 @@ def differentiate_along(
     best: Difference | None = None
     for step in _DOUBLE_STEPS if copy.is_double else _SINGLE_STEPS:
         (long, bend), (short, half) = slopes(step), slopes(step / 2)
-        # One-sided differences of a smooth function differ by half with half of the step, those at
-        # a kink by the same.
+        # If the step is halved, the gap between the two one-sided differences halves for a smooth
+        # function, and stays the same at a kink.
         jump = half - bend / 2
         doubt = max(float(np.linalg.norm(long - short)), float(np.linalg.norm(jump)))
         if best is None or doubt < best.doubt:

@@ -1,7 +1,7 @@
 """Replaces the loops that exporters of PyTorch write for ``EmbeddingBag``.
 
 Such a loop reads the entries of one bag in each iteration, and adds them, or takes their mean or
-their largest ones. Its number of iterations is a number of bags, and the sizes of the bags are
+maximum. Its number of iterations is a number of bags, and the sizes of the bags are
 data, so that it cannot be unrolled. The nodes in its place add all bags at once. An empty bag is a
 row of zeros, as in PyTorch.
 
