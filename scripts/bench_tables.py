@@ -266,7 +266,7 @@ def _extremes(suites: Mapping[str, Sequence[tuple[str, Mapping[str, Mapping[str,
     (worst, where), (best, there) = min(quotients), max(quotients)
     ahead = sum(quotient > 1 for quotient, _ in quotients)
     return (
-        f"Faster than all others: {ahead} of {len(quotients)} cases; the ratios range from "
+        f"kfac_engine is the fastest in {ahead} of {len(quotients)} cases; the ratios range from "
         f"{worst:.2f} × ({where}) to {best:.1f} × ({there})."
     )
 
@@ -347,7 +347,7 @@ def _machine_line(report: Mapping[str, Any]) -> str:
         for rows in report["suites"].values()
         for row in rows
     )
-    mark = " `!`: other processes ran; the times are too long." if disturbed else ""
+    mark = " At `!`, other processes ran, so the times are too long." if disturbed else ""
     courses = report.get("course", {})
     slow = [name for name, course in courses.items() if _restored(course).slowed]
     if slow:
