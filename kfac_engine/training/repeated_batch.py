@@ -2,11 +2,12 @@
 
 Where a function or an equation is fitted, every step has the same examples. They have no noise, and
 the minimum of their loss is wanted. Where a small table with noise is one batch, its minimum fits
-the noise. A trial tells which: its steps leave some examples out, whose loss must not rise. If it
-rises, the parameters before the trial return.
+the noise. A trial tells which: its steps leave some examples out, whose loss must not have risen at
+its end. If it has risen, the parameters before the trial return.
 """
 
 from collections.abc import Mapping, Sequence
+from math import inf
 from sys import float_info
 from typing import NamedTuple
 
@@ -27,8 +28,9 @@ _TRIAL = (30, 60)
 # of a sample are no good substitute for all rows.
 _COUNTED, _MOST_ITERATIONS = 4, 7.5
 # Largest rise of the loss of the examples that are left out, relative to the fall of the loss since
-# the first step with the batch.
-_RISE = 0.05
+# the first step with the batch: at the end of a trial, and in its second half. Before a function of
+# a high frequency is learned, that loss may rise for some steps.
+_RISE, _LARGE_RISE = 0.05, 0.5
 # Part of the examples that a trial leaves out.
 _LEFT_OUT = 0.2
 # A sum of fingerprints that are multiples of its inverse is exact, in any order.
@@ -84,9 +86,10 @@ class RepeatedBatch(NamedTuple):
 
     def judged(self, fitted: float, left_out: float) -> "RepeatedBatch":
         """Return the state after a step of a trial, from the losses of both groups of examples."""
-        least = min(self.least, left_out)
-        refused = left_out - least > _RISE * max(self.first - fitted, 0.0)
-        return self._replace(trial=self.trial + 1, least=least, refused=float(refused))
+        least, trial, whole = min(self.least, left_out), self.trial + 1, _TRIAL[int(self.rule)]
+        most = _RISE if trial == whole else _LARGE_RISE if trial >= whole / 2 else inf
+        refused = left_out - least > most * max(self.first - fitted, float_info.min)
+        return self._replace(trial=trial, least=least, refused=float(refused))
 
     def saved(self) -> dict[str, Array]:
         """Return the arrays of a checkpoint."""

@@ -114,15 +114,26 @@ def first_of(optimizer):
     return next(iter(optimizer.engine.parameters.values()))
 
 
-def test_a_function_is_fitted_far_better_by_exact_steps():
-    x = np.linspace(-1, 1, 60)[:, None]
-    y = np.sin(4 * x) + x**2
+X = np.linspace(-1, 1, 120)[:, None]
+
+
+# Before a jump or a high frequency is learned, the loss of other points rises.
+@pytest.mark.parametrize(
+    ("widths", "y"),
+    [
+        ([1, 16, 1], np.sin(4 * X) + X**2),
+        ([1, 12, 12, 1], np.sin(18 * X)),
+        ([1, 12, 12, 1], np.sign(np.sin(9 * X))),
+    ],
+    ids=["smooth", "sine", "jumps"],
+)
+def test_a_function_is_fitted_far_better_by_exact_steps(widths, y):
     errors = {}
     for name, options in {"default": {}, "never exact": {"momentum": 0.85}}.items():
-        optimizer = optimizer_of(network([1, 16, 1]), **options)
+        optimizer = optimizer_of(network(widths), **options)
         for _ in range(150):
-            optimizer.step({"x": x}, y)
-        errors[name] = ((optimizer.engine.predict(x) - y) ** 2).mean()
+            optimizer.step({"x": X}, y)
+        errors[name] = ((optimizer.engine.predict(X) - y) ** 2).mean()
     assert errors["default"] < 0.05 * errors["never exact"]
 
 
