@@ -25,6 +25,12 @@ def assert_arrays_near(found, expected, tolerance):
         )
 
 
+def assert_near(found, expected, tolerance, message=""):
+    """Errors are small parts of the largest entry."""
+    atol = tolerance * abs(np.asarray(expected)).max()
+    np.testing.assert_allclose(found, expected, rtol=0, atol=atol, err_msg=message)
+
+
 def same(left, right):
     """Return whether two dictionaries have equal names and arrays."""
     return left.keys() == right.keys() and all(np.array_equal(left[n], right[n]) for n in left)

@@ -10,6 +10,7 @@ import kfac_engine as ke
 from kfac_engine.__main__ import main
 from kfac_engine.cli.influence import highest_scores
 from tests.cli.test_pruning_commands import EXAMPLES, fisher, folder, weights_of
+from tests.comparing import assert_near
 
 __all__ = ["folder"]  # the fixture of two classifiers
 # Rounding of a float32 forward pass; closed forms are float64.
@@ -51,10 +52,6 @@ def influence(*words):
     return main(["influence", "a.onnx", "--curvature=c.st", *train, "-o", "s.npz", *words])
 
 
-def close(actual, expected):
-    np.testing.assert_allclose(actual, expected, rtol=ROUNDING, atol=ROUNDING * abs(expected).max())
-
-
 # -- laplace
 
 
@@ -66,11 +63,13 @@ def test_predictions_equal_their_closed_forms(data, capsys):
     jacobian = np.einsum("ni,kl->nkil", a, np.eye(3)).reshape(18, 15)
     C = jacobian @ np.linalg.inv(P) @ jacobian.T
     arrays = np.load("p.npz")
-    close(arrays["mean"], z)
+    assert_near(arrays["mean"], z, ROUNDING)
     blocks = np.stack([C[3 * i : 3 * i + 3, 3 * i : 3 * i + 3] for i in range(6)])
-    close(arrays["variance"], blocks)
+    assert_near(arrays["variance"], blocks, ROUNDING)
     spread = np.diagonal(blocks, axis1=1, axis2=2)
-    close(arrays["probabilities"], softmax(z / np.sqrt(1 + np.pi / 8 * spread), axis=1))
+    assert_near(
+        arrays["probabilities"], softmax(z / np.sqrt(1 + np.pi / 8 * spread), axis=1), ROUNDING
+    )
     report = json.loads(capsys.readouterr().out)
     _, _, p = features("a.npy")
     likelihood = np.log(p[np.arange(EXAMPLES), np.load("y.npy")]).sum()
@@ -120,7 +119,7 @@ def test_scores_equal_their_closed_form(data, capsys):
     _, F = fisher("a")
     inverse = np.linalg.inv(F + 0.1 * np.eye(15))
     expected = gradients("q.npy", "yq.npy") @ inverse @ gradients("a.npy", "y.npy").T
-    close(np.load("s.npz")["scores"], expected)
+    assert_near(np.load("s.npz")["scores"], expected, ROUNDING)
     report = json.loads(capsys.readouterr().out)
     assert report["shape"] == [6, EXAMPLES]
     assert report["highest"] == np.argsort(-expected, axis=1)[:, :5].tolist()
@@ -132,7 +131,7 @@ def test_examples_without_queries_have_scores_for_themselves(data, capsys):
     _, F = fisher("a")
     g = gradients("a.npy", "y.npy")
     expected = np.einsum("np,pq,nq->n", g, np.linalg.inv(F + 0.1 * np.eye(15)), g)
-    close(np.load("s.npz")["self_scores"], expected)
+    assert_near(np.load("s.npz")["self_scores"], expected, ROUNDING)
     assert f"\n  {expected.argmax()}" in capsys.readouterr().out
 
 

@@ -12,6 +12,7 @@ from safetensors.numpy import load_file, save_file
 import kfac_engine as ke
 from kfac_engine.__main__ import main
 from kfac_engine.data import demo_model, digits
+from tests.comparing import assert_near
 from tests.models import Net, linear
 
 EXAMPLES = 20
@@ -62,10 +63,6 @@ def vector(arrays):
     return np.concatenate([arrays["fc.weight"].ravel(), arrays["fc.bias"]]).astype(float)
 
 
-def close(actual, expected):
-    np.testing.assert_allclose(actual, expected, rtol=ROUNDING, atol=ROUNDING * abs(expected).max())
-
-
 def prune(*arguments, model="a.onnx", out="out.onnx"):
     words = [model, "--curvature", "a.curvature", "-o", out]
     return main(["prune", *words, *arguments])
@@ -88,7 +85,7 @@ def test_saliencies_equal_their_closed_forms(capsys):
         assert main(["saliency", "a.onnx", *words, "-o", "s.st", "--json"]) == 0
         arrays = load_file("s.st")
         assert arrays["fc.weight"].dtype == np.float64
-        close(vector(arrays), values)
+        assert_near(vector(arrays), values, ROUNDING)
         entry = json.loads(capsys.readouterr().out)["parameters"]["fc.weight"]
         assert entry["shape"] == [4, 3]
         assert entry["sum"] == pytest.approx(values[:12].sum(), rel=ROUNDING)
@@ -123,7 +120,7 @@ def test_other_weights_make_up_for_the_zeros_and_the_rise_is_that_of_the_matrix(
     force = H[np.ix_(~zero, zero)] @ theta[zero]
     expected[~zero] += np.linalg.solve(H[np.ix_(~zero, ~zero)], force)
     # Conjugate gradients stop at a relative residual of 1e-8; the file is float32.
-    close(pruned, expected)
+    assert_near(pruned, expected, ROUNDING)
     step = pruned - theta
     rise = json.loads(capsys.readouterr().out)["rise"]
     assert rise == pytest.approx(0.5 * step @ F @ step, rel=10 * ROUNDING)
@@ -151,7 +148,7 @@ def test_merged_weights_equal_the_formula(weights, capsys):
         diagonals.append(np.diag(F))
     shares = np.array(weights)[:, None] * diagonals
     merged = vector(weights_of("out.onnx"))
-    close(merged, (shares * thetas).sum(axis=0) / shares.sum(axis=0))
+    assert_near(merged, (shares * thetas).sum(axis=0) / shares.sum(axis=0), ROUNDING)
     entry = json.loads(capsys.readouterr().out)["parameters"]["fc.weight"]
     distances = [np.linalg.norm((merged - theta)[:12]) for theta in thetas]
     assert entry["distances"] == pytest.approx(distances, rel=ROUNDING)

@@ -5,6 +5,7 @@ import pytest
 
 import kfac_engine as ke
 from tests import graph_networks as net
+from tests.comparing import assert_near
 from tests.models import parsed
 
 SIZES = [3, 7, 2, 5, 1]
@@ -21,11 +22,6 @@ def engine(count="slots", **options):
 
 def batch(count="slots", sizes=SIZES, seed=0):
     return net.graphs(sizes, seed, count)
-
-
-def close(found, expected, relative):
-    atol = relative * abs(expected).max()
-    np.testing.assert_allclose(found, expected, rtol=0, atol=atol)
 
 
 def differences(loss, theta):
@@ -70,7 +66,7 @@ def test_gradients_are_those_of_the_mean_over_graphs(count, given):
         return ((net.predictions(theta, inputs)[0] - targets) ** 2).sum() / GRAPHS
 
     for name, gradient in differences(loss, net.weights()).items():
-        close(result.gradients[name], gradient, DIFFERENCES)
+        assert_near(result.gradients[name], gradient, DIFFERENCES)
 
 
 @pytest.mark.parametrize("count", net.COUNTS)
@@ -86,8 +82,8 @@ def test_statistics_are_means_over_nodes_times_the_nodes_of_a_graph(count):
     np.add.at(pooled, inputs["graph"], a)
     for name, x, g in (("w", read, ds), ("v", pooled, dz)):
         block = block_of(built, name)
-        close(block.input_factor.cov, x.T @ x / len(x), EXACT)
-        close(block.output_factor.cov, g.T @ g / len(g), EXACT)
+        assert_near(block.input_factor.cov, x.T @ x / len(x), EXACT)
+        assert_near(block.output_factor.cov, g.T @ g / len(g), EXACT)
         assert block.repeats == pytest.approx(len(x) / GRAPHS)
 
 
@@ -104,13 +100,13 @@ def test_graphs_in_parts_are_one_batch_of_graphs():
     found, expected = engine().gradients(parts), engine().gradients(*net.joined(*parts))
     assert found.loss == pytest.approx(expected.loss)
     for name, gradient in expected.gradients.items():
-        close(found.gradients[name], gradient, EXACT)
+        assert_near(found.gradients[name], gradient, EXACT)
     whole, divided = engine(), engine()
     whole.update_statistics([net.joined(*parts)])
     divided.update_statistics(parts)
     for name in expected.gradients:  # targets are sampled part by part
         one, other = block_of(whole, name), block_of(divided, name)
-        close(other.input_factor.cov, one.input_factor.cov, EXACT)
+        assert_near(other.input_factor.cov, one.input_factor.cov, EXACT)
         assert other.repeats == pytest.approx(one.repeats)
 
 
@@ -131,7 +127,7 @@ def test_a_graph_that_does_not_count_is_absent(mask):
     masked.step([(inputs, targets, np.array(mask, float))])
     without.step(rest, targets[kept])
     for name in ("w", "v"):
-        close(matrix(masked, name), matrix(without, name), EXACT)
+        assert_near(matrix(masked, name), matrix(without, name), EXACT)
 
 
 TRAINED = [
@@ -184,9 +180,9 @@ def test_a_graph_of_weight_two_counts_as_two_graphs(mode):
     copied.step(*copies)
     for name in ("w", "v"):
         one, other = block_of(weighted, name), block_of(copied, name)
-        close(one.input_factor.cov, other.input_factor.cov, EXACT)
+        assert_near(one.input_factor.cov, other.input_factor.cov, EXACT)
         if mode == "empirical":  # other modes draw other targets
-            close(matrix(weighted, name), matrix(copied, name), EXACT)
+            assert_near(matrix(weighted, name), matrix(copied, name), EXACT)
 
 
 ONE = """net (double[N, 4] x, double[N, N] adj) => (double[1, 3] y) {
@@ -210,7 +206,7 @@ def test_a_batch_of_one_graph_is_one_example():
 
     found = built.gradients(data).gradients
     for name, gradient in differences(loss, net.weights()).items():
-        close(found[name], gradient, DIFFERENCES)
+        assert_near(found[name], gradient, DIFFERENCES)
     assert built.evaluate(data)["loss"] == pytest.approx(loss(net.weights()))
     built.update_statistics([data[0]])
     assert block_of(built, "w").repeats == 4
@@ -238,7 +234,7 @@ def test_adjacency_matrices_of_all_sizes_have_exact_gradients(symbols):
 
         found = built.gradients(inputs, labels).gradients
         for name, gradient in differences(loss, net.weights()).items():
-            close(found[name], gradient, DIFFERENCES)
+            assert_near(found[name], gradient, DIFFERENCES)
 
 
 @pytest.mark.parametrize("optimizer", ["kfac", "adamw"])
@@ -286,7 +282,7 @@ def test_logits_of_pairs_have_exact_gradients(options):
         result = of_pairs(**options).gradients(inputs, labels)
         assert result.loss == pytest.approx(loss(theta))
         for name, gradient in differences(loss, theta).items():
-            close(result.gradients[name], gradient, DIFFERENCES)
+            assert_near(result.gradients[name], gradient, DIFFERENCES)
 
 
 def test_statistics_of_pairs_are_those_of_each_row():
@@ -299,8 +295,8 @@ def test_statistics_of_pairs_are_those_of_each_row():
     dz = np.exp(z) / np.exp(z).sum(1, keepdims=True) - np.eye(6)[labels]
     for name, x, g in (("w", inputs["image"], dz @ t), ("u", inputs["text"], dz.T @ i)):
         block = block_of(built, name)
-        close(block.input_factor.cov, x.T @ x / 6, EXACT)
-        close(block.output_factor.cov, g.T @ g / 6, EXACT)
+        assert_near(block.input_factor.cov, x.T @ x / 6, EXACT)
+        assert_near(block.output_factor.cov, g.T @ g / 6, EXACT)
 
 
 def test_kfac_trains_pairs_in_whole_batches():

@@ -8,6 +8,7 @@ from onnx import helper, numpy_helper
 import kfac_engine as ke
 from kfac_engine.losses.objective import REDUCTIONS
 from tests import models, oracle
+from tests.comparing import assert_near
 from tests.engine.test_buffers import normalised
 from tests.engine.test_evaluation import assert_same_state, made, state
 from tests.engine.test_recurrent_engine import classifier
@@ -33,10 +34,6 @@ def in_inference(model, values):
     return other
 
 
-def assert_close(found, expected, message=""):
-    np.testing.assert_allclose(found, expected, atol=CLOSE * abs(expected).max(), err_msg=message)
-
-
 def with_dropout(training):
     """Return a model with a dropout of one half behind its hidden layer."""
     net = models.Net()
@@ -55,7 +52,7 @@ def with_dropout(training):
 def test_predictions_are_the_outputs_of_the_model(name):
     engine, model, inputs, _ = made(name)
     found = engine.predict(inputs)
-    assert_close(found, oracle.evaluate(model, inputs, "output")[0])
+    assert_near(found, oracle.evaluate(model, inputs, "output")[0], CLOSE)
     found[...] = 0  # belongs to the caller
     assert engine.predict(inputs).any()
 
@@ -68,7 +65,7 @@ def test_several_outputs_are_a_dictionary():
     names = [output.name for output in model.graph.output]
     assert list(found) == names
     for name, expected in zip(names, oracle.evaluate(model, inputs, *names), strict=True):
-        assert_close(found[name], expected, name)
+        assert_near(found[name], expected, CLOSE, name)
 
 
 @pytest.mark.parametrize("uses", [1, 2], ids=["one use", "shared statistics"])
@@ -81,9 +78,9 @@ def test_normalizations_use_their_running_statistics(uses):
     for _ in range(2):
         values = {**engine.parameters, **engine.buffers}
         expected = oracle.evaluate(in_inference(model, values), inputs, "output")[0]
-        assert_close(engine.predict(inputs), expected)
+        assert_near(engine.predict(inputs), expected, CLOSE)
         # Examples do not depend on each other, as they do in training form.
-        assert_close(engine.predict({"input": inputs["input"][:2]}), expected[:2])
+        assert_near(engine.predict({"input": inputs["input"][:2]}), expected[:2], CLOSE)
         assert abs(engine.trace(inputs)["output"] - expected).max() > 0.01
         engine.step(inputs, np.arange(7) % 3)
 
@@ -106,7 +103,7 @@ def test_dropout_keeps_all_elements(training):
     inputs = models.random_inputs(model, batch=8)
     engine = ke.Engine.from_onnx(model, loss="categorical")
     expected = oracle.evaluate(in_inference(model, {}), inputs, "output")[0]
-    assert_close(engine.predict(inputs), expected)
+    assert_near(engine.predict(inputs), expected, CLOSE)
     drops = abs(engine.trace(inputs)["output"] - expected).max() > 0.01
     assert drops == training
 
@@ -115,7 +112,7 @@ def test_a_recurrence_predicts_with_time_first():
     model = classifier("LSTM")
     x = np.random.default_rng(0).standard_normal((4, 6, 2)).astype(np.float32)
     engine = ke.Engine.from_onnx(model, loss="categorical")
-    assert_close(engine.predict({"x": x}), oracle.evaluate(model, {"x": x}, "logits")[0])
+    assert_near(engine.predict({"x": x}), oracle.evaluate(model, {"x": x}, "logits")[0], CLOSE)
 
 
 def test_predict_refuses_what_trace_refuses():

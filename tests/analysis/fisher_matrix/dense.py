@@ -70,10 +70,6 @@ def uneven(inputs, targets=None, sizes=(1, 4)):
     ]
 
 
-def assert_close(actual, expected, tolerance=DOUBLE):
-    np.testing.assert_allclose(actual, expected, rtol=0, atol=tolerance * abs(expected).max())
-
-
 def measured(model, batches, loss="categorical", scratch_bytes=SCRATCH_BYTES, **options):
     """A curvature whose temporary arrays have some bytes."""
     bounded = partial(build.select, scratch_bytes=scratch_bytes)

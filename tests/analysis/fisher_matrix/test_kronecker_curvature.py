@@ -13,13 +13,13 @@ from tests import models, oracle
 from tests.analysis.fisher_matrix.dense import (
     DOUBLE,
     SINGLE,
-    assert_close,
     dense,
     exact_fisher,
     measured,
     uneven,
     within,
 )
+from tests.comparing import assert_near
 
 LABELS = np.array([0, 2, 1, 1, 0, 2, 0])
 LAYERS = [(f"fc{i}.weight", f"fc{i}.bias") for i in range(3)]
@@ -59,7 +59,7 @@ def test_curvature_of_one_example_equals_blocks_of_the_fisher(loss, dtype, toler
     inputs = models.random_inputs(model, batch=1)
     curvature = measured(model, (inputs, None), loss)
     expected = within(exact_fisher(curvature, model, inputs, loss), curvature, *LAYERS)
-    assert_close(dense(curvature), expected, tolerance)
+    assert_near(dense(curvature), expected, tolerance)
 
 
 def test_curvature_of_linear_gaussian_network_equals_blocks_of_the_fisher_for_uneven_batches():
@@ -68,7 +68,7 @@ def test_curvature_of_linear_gaussian_network_equals_blocks_of_the_fisher_for_un
     curvature = measured(model, uneven(inputs), "normal")
     expected = within(exact_fisher(curvature, model, inputs, "normal"), curvature, *LAYERS)
     assert curvature.examples == 7
-    assert_close(dense(curvature), expected)
+    assert_near(dense(curvature), expected, DOUBLE)
 
 
 @pytest.mark.parametrize("fisher", ["exact", "empirical"])
@@ -82,7 +82,7 @@ def test_curvature_weights_each_example_alike_in_uneven_batches(fisher):
         a = input_rows(model, inputs, source)
         d_out = curvature.model.parameters[bias].size
         G = block_of(curvature, F, weight, bias)[-d_out:, -d_out:]
-        assert_close(block_of(curvature, actual, weight, bias), np.kron(a.T @ a / len(a), G))
+        assert_near(block_of(curvature, actual, weight, bias), np.kron(a.T @ a / len(a), G), DOUBLE)
     # A mean of the three means would differ by far more than the tolerance.
     parts = [dense(measured(model, pair, fisher=fisher)) for pair in uneven(inputs, LABELS)]
     assert abs(sum(parts) / len(parts) - actual).max() > 0.01 * abs(actual).max()
@@ -94,9 +94,9 @@ def test_products_are_exact_powers_of_the_damped_matrix(power):
     curvature = measured(model, uneven(inputs))
     values, vectors = np.linalg.eigh(dense(curvature))
     expected = (vectors * (values.clip(0) + 0.3) ** power) @ vectors.T
-    assert_close(dense(curvature, power=power, damping=0.3), expected)
+    assert_near(dense(curvature, power=power, damping=0.3), expected, DOUBLE)
     diagonal = curvature.diagonal(power, 0.3)
-    assert_close(np.concatenate([d.ravel() for d in diagonal.values()]), np.diag(expected))
+    assert_near(np.concatenate([d.ravel() for d in diagonal.values()]), np.diag(expected), DOUBLE)
 
 
 def test_spectrum_functions_agree_with_the_dense_matrix():
@@ -105,7 +105,7 @@ def test_spectrum_functions_agree_with_the_dense_matrix():
     F = dense(curvature)
     values = np.linalg.eigvalsh(F).clip(0)
     together = np.sort(np.concatenate([*curvature.eigenvalues().values()]))
-    assert_close(together, values)
+    assert_near(together, values, DOUBLE)
     assert curvature.trace() == pytest.approx(np.trace(F), rel=1e-12)
     sign, log_determinant = np.linalg.slogdet(F + 0.1 * np.eye(len(F)))
     assert sign == 1
@@ -121,7 +121,7 @@ def test_damping_by_parameter_is_added_to_the_block_of_each():
     sizes = curvature.model.parameters
     levels = np.concatenate([np.full(sizes[name].size, damping[name]) for name in sizes])
     expected = np.linalg.inv(dense(curvature) + np.diag(levels))
-    assert_close(dense(curvature, power=-1, damping=damping), expected)
+    assert_near(dense(curvature, power=-1, damping=damping), expected, DOUBLE)
 
 
 def test_samples_have_the_inverse_of_the_damped_matrix_as_covariance():
@@ -132,7 +132,7 @@ def test_samples_have_the_inverse_of_the_damped_matrix_as_covariance():
     expected = dense(curvature, power=-1, damping=1.0)
     # An entry of the estimate has a standard deviation of at most √2 · max / √20000 = 1 %; 74² of
     # them stay within 5.
-    assert_close(rows.T @ rows / 20_000, expected, 0.05)
+    assert_near(rows.T @ rows / 20_000, expected, 0.05)
     assert abs(rows.mean(0)).max() < 5 * np.sqrt(expected.max() / 20_000)
     again = curvature.sample(2, seed=3, damping=1.0)
     assert again["fc0.weight"].shape == (2, 5, 6)
@@ -164,7 +164,7 @@ def test_input_moment_is_the_hessian_of_gptq_in_the_order_of_the_file():
             rows = np.moveaxis(rows, -1, 1).reshape(n * t, d)
         else:
             rows = x.reshape(len(x), -1)
-        assert_close(curvature.input_moment(weight), 2 / 5 * rows.T @ rows, SINGLE)
+        assert_near(curvature.input_moment(weight), 2 / 5 * rows.T @ rows, SINGLE)
 
 
 def test_batches_of_different_lengths_have_one_curvature_in_any_order(tmp_path):
@@ -178,8 +178,8 @@ def test_batches_of_different_lengths_have_one_curvature_in_any_order(tmp_path):
             len(inputs["input"]) / 5 * exact_fisher(curvature, model, inputs, "normal")
             for inputs, _ in batches
         )
-        assert_close(dense(curvature), F)
+        assert_near(dense(curvature), F, DOUBLE)
         curvature.save(tmp_path / "file")
         loaded = ke.Curvature.load(tmp_path / "file", model, threads=1, backend="numpy")
         for one in (curvature, loaded):
-            assert_close(one.input_moment("fc0.weight"), 2 / 5 * rows.T @ rows)
+            assert_near(one.input_moment("fc0.weight"), 2 / 5 * rows.T @ rows, DOUBLE)

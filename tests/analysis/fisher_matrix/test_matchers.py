@@ -11,7 +11,8 @@ import pytest
 from kfac_engine.layers.matchers import _MATCHERS
 from kfac_engine.layers.scales import SHIFTS
 from tests import oracle
-from tests.analysis.fisher_matrix.dense import SINGLE, assert_close, dense, measured
+from tests.analysis.fisher_matrix.dense import SINGLE, dense, measured
+from tests.comparing import assert_near
 
 # The finite differences of the oracle, which some kernels of BLAS round more. A wrong sign or scale
 # is as large as the entries.
@@ -250,7 +251,7 @@ def test_whole_matrix_is_the_fisher(case):
         kinds = {layer.kind for layer in curvature.layout.assembly.discovery.layers}
         assert "generic" not in kinds
     expected = oracle.dense_fisher(model, inputs, "output", trained, "categorical")
-    assert_close(dense(curvature), expected, tolerance)
+    assert_near(dense(curvature), expected, tolerance)
 
 
 def test_case_without_network_fails_with_its_operand():
@@ -282,4 +283,4 @@ def test_gradients_of_examples_have_the_names_and_shapes_of_parameters(case):
             labels[number : number + 1],
         )
         g = np.concatenate([gradient[name].ravel() for name in curvature.model.parameters])
-        assert_close(scores[number], g @ P @ g, tolerance)
+        assert_near(scores[number], g @ P @ g, tolerance)

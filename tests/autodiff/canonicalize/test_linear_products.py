@@ -5,6 +5,7 @@ import pytest
 
 import kfac_engine as ke
 from tests import models, oracle
+from tests.comparing import assert_near
 
 # float32 passes against float64 differences, relative to the largest entry.
 SINGLE = 5e-5
@@ -14,10 +15,6 @@ NAMES = ["mlp", "layer_norm", "token_mlp", "tied", "embedding", "cnn", "resnet_b
 def directions(trace, names, seed=0):
     rng = np.random.default_rng(seed)
     return {n: rng.standard_normal(trace[n].shape).astype(trace[n].dtype) for n in names}
-
-
-def close(found, expected):
-    np.testing.assert_allclose(found, expected, atol=SINGLE * np.abs(expected).max())
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -30,7 +27,7 @@ def test_jvp_equals_finite_differences(name):
         tangents = directions(trace, model.parameters)
         found = trace.jvp(tangents, ["output"])["output"]
         assert found.dtype == trace["output"].dtype
-        close(found, oracle.slope(proto, inputs, "output", tangents))
+        assert_near(found, oracle.slope(proto, inputs, "output", tangents), SINGLE)
 
 
 def smooth_cnn():
@@ -66,7 +63,7 @@ def test_second_derivative_equals_finite_differences_of_gradients(make):
     expected = np.concatenate([((ahead[n] - behind[n]) / (2 * step)).ravel() for n in found])
     # Differences of float32 gradients: rounding of 1e-7 over a step of 2e-3, and its square.
     np.testing.assert_allclose(together, expected, atol=1e-3 * np.abs(expected).max())
-    close(moved["output"], trace.jvp(tangents, ["output"])["output"])
+    assert_near(moved["output"], trace.jvp(tangents, ["output"])["output"], SINGLE)
 
 
 def test_jvp_of_inputs_and_hidden_values_is_adjoint_of_vjp():

@@ -11,6 +11,7 @@ from kfac_engine.backend.cpu.backend import NumpyBackend
 from kfac_engine.backend.cpu.gram import matrices, mirror
 from kfac_engine.errors import ShapeError
 from tests.backend import truths
+from tests.comparing import assert_near
 
 # Float64 sums of at most 1e4 products of order one, relative to the largest entry.
 ROUNDING = 1e-13
@@ -67,10 +68,6 @@ def second_moment(x, out, *, scratch_bytes=64 << 20, **options):
     backend.mirror(out)
 
 
-def assert_close(found, expected, tolerance=ROUNDING):
-    np.testing.assert_allclose(found, expected, atol=tolerance * max(1, np.abs(expected).max()))
-
-
 @pytest.mark.parametrize("scratch_bytes", [64 << 20, 100], ids=["roomy", "one_row_at_a_time"])
 @pytest.mark.parametrize("homogeneous", [False, True])
 @pytest.mark.parametrize(("x", "axis"), ROWS.values(), ids=ROWS)
@@ -87,7 +84,7 @@ def test_gram_matrix_is_added_to_scaled_old_matrix(x, axis, homogeneous, scratch
         alpha=0.3,
         beta=0.7,
     )
-    assert_close(out, 0.7 * old + 0.3 * new)
+    assert_near(out, 0.7 * old + 0.3 * new, ROUNDING)
     np.testing.assert_array_equal(out, out.T)
 
 
@@ -97,7 +94,7 @@ def test_zero_beta_overwrites_nan(x, axis, homogeneous):
     expected = truths.moment(rows_of(x, axis), homogeneous)
     out = np.full_like(expected, np.nan)
     second_moment(x, out, feature_axis=axis, homogeneous=homogeneous)
-    assert_close(out, expected)
+    assert_near(out, expected, ROUNDING)
 
 
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32, np.int64])
@@ -107,14 +104,14 @@ def test_rows_are_accumulated_in_dtype_of_result(x, axis, dtype):
     expected = truths.moment(rows_of(x, axis), True)
     out = np.zeros(expected.shape, np.float32)
     second_moment(x, out, feature_axis=axis, homogeneous=True)
-    assert_close(out, expected, SINGLE_ROUNDING)
+    assert_near(out, expected, SINGLE_ROUNDING)
 
 
 def test_float32_rows_give_exact_float64_result():
     x = room(50, 7).astype(np.float32)
     out = np.zeros((7, 7))
     second_moment(x, out)
-    assert_close(out, truths.moment(x, False))
+    assert_near(out, truths.moment(x, False), ROUNDING)
 
 
 @pytest.mark.rounding
@@ -141,7 +138,7 @@ def test_large_gram_matrix_of_threads_equals_definition(shape, axis, threads):
     np.full(expected.shape, np.nan, np.float32)
     backend.second_moment(x, out, feature_axis=axis, homogeneous=True, beta=0.5)
     backend.mirror(out)
-    assert_close(out, expected, SINGLE_ROUNDING)
+    assert_near(out, expected, SINGLE_ROUNDING)
 
 
 @pytest.mark.rounding

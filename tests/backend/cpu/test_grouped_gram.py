@@ -16,6 +16,7 @@ from tests import models
 from tests.backend import truths
 from tests.backend.cpu.test_patch_gram import ORDERS, ROUNDING, SINGLE_ROUNDING, moment, patches
 from tests.backend.geometries import CORNERS, EVERY, Case, nightly_but_covering
+from tests.comparing import assert_near
 
 ALL = [*CORNERS, *EVERY]
 SAME = Window((3, 3), (1, 1), (1, 1), (1, 1), (1, 1))
@@ -39,10 +40,6 @@ def add_moments(x, window, out, *, scratch_bytes=64 << 20, threads=None, **optio
     backend.mirror(out)
 
 
-def assert_close(found, expected, tolerance=ROUNDING):
-    np.testing.assert_allclose(found, expected, atol=tolerance * max(1, np.abs(expected).max()))
-
-
 @ROOM
 @pytest.mark.parametrize("case", nightly_but_covering(ALL))
 def test_group_gram_matrices_are_added_to_scaled_old_matrices(case, scratch_bytes):
@@ -59,7 +56,7 @@ def test_group_gram_matrices_are_added_to_scaled_old_matrices(case, scratch_byte
         alpha=0.3,
         beta=0.7,
     )
-    assert_close(out, 0.7 * old + 0.3 * new)
+    assert_near(out, 0.7 * old + 0.3 * new, ROUNDING)
 
 
 @ROOM
@@ -69,7 +66,7 @@ def test_homogeneous_coordinate_and_zero_beta_overwrite_nan(case, scratch_bytes)
     expected = bordered(x, case.window, case.channels)
     out = np.full_like(expected, np.nan)
     add_moments(x, case.window, out, scratch_bytes=scratch_bytes, homogeneous=True)
-    assert_close(out, expected)
+    assert_near(out, expected, ROUNDING)
 
 
 @pytest.mark.parametrize("groups", [1, 3, 6, 48], ids="{} groups".format)
@@ -82,7 +79,7 @@ def test_group_gram_matrices_of_threads_equal_definition(groups, window, dtype):
     expected = bordered(x, window, groups)
     out = np.full(expected.shape, np.nan, kept)
     add_moments(x, window, out, threads=3, homogeneous=True)
-    assert_close(out, expected, ROUNDING if kept == np.float64 else SINGLE_ROUNDING)
+    assert_near(out, expected, ROUNDING if kept == np.float64 else SINGLE_ROUNDING)
 
 
 @pytest.mark.parametrize("groups", [1, 4])
@@ -100,7 +97,7 @@ def test_single_row_per_example_equals_dense_definition():
     x = np.random.default_rng(0).standard_normal((9, 6))
     out = np.empty((3, 2, 2))
     add_moments(x, pointwise(0), out)
-    assert_close(out, [truths.moment(part, False) for part in np.split(x, 3, axis=1)])
+    assert_near(out, [truths.moment(part, False) for part in np.split(x, 3, axis=1)], ROUNDING)
 
 
 @pytest.mark.parametrize("scratch_bytes", [400_000, 4_000_000])
@@ -114,7 +111,7 @@ def test_scratch_memory_is_within_scratch_bytes(scratch_bytes):
     tracemalloc.stop()
     # Small objects come on top: a plan, and tasks.
     assert peak <= scratch_bytes + 200_000
-    assert_close(out, expected)
+    assert_near(out, expected, ROUNDING)
 
 
 @pytest.mark.parametrize("homogeneous", [False, True])
@@ -130,7 +127,7 @@ def test_squared_gradients_of_threads_equal_definition(scratch_bytes, beta, homo
     out = np.full(new.shape, np.nan if beta == 0 else 2.0)
     backend = NumpyBackend(scratch_bytes=scratch_bytes, threads=3)
     backend.squared_gradients(x, SAME, ds, out, homogeneous=homogeneous, alpha=0.3, beta=beta)
-    assert_close(out, 2.0 * beta + 0.3 * new)
+    assert_near(out, 2.0 * beta + 0.3 * new, ROUNDING)
 
 
 def in_row(taps):
@@ -163,7 +160,7 @@ def test_memory_of_wide_groups_is_that_of_the_result(name, threads):
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak <= scratch + CACHE_BYTES + (1 << 20), f"{peak:,} bytes"
-    assert_close(out[-1], np.tril(moment(x[:, -(shape[1] // groups) :], window)), SINGLE_ROUNDING)
+    assert_near(out[-1], np.tril(moment(x[:, -(shape[1] // groups) :], window)), SINGLE_ROUNDING)
 
 
 def test_plans_of_many_geometries_fit_into_the_announced_bytes():

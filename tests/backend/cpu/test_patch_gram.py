@@ -16,6 +16,7 @@ from kfac_engine.backend.window import Window
 from kfac_engine.errors import ShapeError
 from tests.backend import truths
 from tests.backend.geometries import CORNERS, EVERY, STRIDE_ONE, Case, nightly_but_covering
+from tests.comparing import assert_near
 
 # Sums of a few hundred products of order one, in float64; the difference of two such sums when the
 # frame is subtracted. Relative to the largest entry.
@@ -66,10 +67,6 @@ def seen(case):
     return Images(case.n, case.channels, case.sides)
 
 
-def assert_close(found, expected, tolerance=ROUNDING):
-    np.testing.assert_allclose(found, expected, atol=tolerance * max(1, np.abs(expected).max()))
-
-
 @pytest.mark.parametrize("case", nightly_but_covering(ALL))
 def test_patches_equal_pixelwise_definition(case):
     x = case.images()
@@ -95,7 +92,7 @@ def test_gram_matrix_is_added_to_scaled_old_matrix(case, scratch_bytes):
         alpha=0.3,
         beta=0.7,
     )
-    assert_close(out, 0.7 * old + 0.3 * new)
+    assert_near(out, 0.7 * old + 0.3 * new, ROUNDING)
     np.testing.assert_array_equal(out, out.T)
 
 
@@ -112,7 +109,7 @@ def test_shifted_gram_equals_definition_for_all_geometries(few, threads, case, m
 
     add_shifted_gram(x, case.window, out, HOW, Resources(Workers(threads), 0, 1 << 22))
 
-    assert_close(np.tril(out), np.tril(expected))
+    assert_near(np.tril(out), np.tril(expected), ROUNDING)
     np.testing.assert_array_equal(whole[-1], border)
 
 
@@ -121,7 +118,7 @@ def test_shifted_gram_with_zero_beta_overwrites_nan(case):
     new = moment(case.images(), case.window)
     out = np.full_like(new, np.nan)
     add_shifted_gram(case.images(), case.window, out, OVERWRITING, RESOURCES)
-    assert_close(np.tril(out), np.tril(new))
+    assert_near(np.tril(out), np.tril(new), ROUNDING)
 
 
 @pytest.mark.parametrize("homogeneous", [False, True])
@@ -130,7 +127,7 @@ def test_zero_beta_overwrites_nan(case, homogeneous):
     expected = moment(case.images(), case.window, homogeneous)
     out = np.full_like(expected, np.nan)
     second_moment(case.images(), case.window, out, homogeneous=homogeneous)
-    assert_close(out, expected)
+    assert_near(out, expected, ROUNDING)
 
 
 # Large enough that the rule takes the form named, as the test checks: with few channels and many,
@@ -174,7 +171,7 @@ def test_gram_matrix_of_larger_images_equals_definition(form, case, order, dtype
     out = old.copy()
     second_moment(MEMORY_ORDERS[order](x), case.window, out, homogeneous=True, alpha=0.1, beta=0.9)
     tolerance = ROUNDING if dtype == np.float64 else SINGLE_ROUNDING
-    assert_close(out, 0.9 * old.astype(np.float64) + 0.1 * new, tolerance)
+    assert_near(out, 0.9 * old.astype(np.float64) + 0.1 * new, tolerance)
     np.testing.assert_array_equal(out, out.T)
 
 
@@ -186,7 +183,7 @@ def test_half_precision_images_are_accumulated_in_float32(form, case, dtype):
     expected = moment(x, case.window, homogeneous=True)
     out = np.zeros(expected.shape, np.float32)
     second_moment(x, case.window, out, homogeneous=True)
-    assert_close(out, expected, SINGLE_ROUNDING)
+    assert_near(out, expected, SINGLE_ROUNDING)
 
 
 @pytest.mark.parametrize("homogeneous", [False, True])
@@ -220,7 +217,7 @@ def test_scratch_memory_is_within_scratch_bytes(name):
     # Sums of patches and small objects come on top: those of two images in each of two threads,
     # which rarely meet.
     assert peak <= scratch_bytes + 4 * x[0].nbytes + 100_000
-    assert_close(out, moment(x, case.window, homogeneous=True))
+    assert_near(out, moment(x, case.window, homogeneous=True), ROUNDING)
 
 
 FITTING = {name: item for name, item in LARGER.items() if item[0] == "shifted"}
@@ -265,7 +262,7 @@ def test_threads_are_limited_by_scratch_memory(shared, channels):
     tracemalloc.stop()
     # Small objects come on top: arguments of a product for each distance, rows being summed.
     assert peak <= resources.numbers * x.itemsize + 200_000
-    assert_close(np.tril(out), np.tril(moment(x, SAME)))
+    assert_near(np.tril(out), np.tril(moment(x, SAME)), ROUNDING)
 
 
 WRONG = {

@@ -5,6 +5,7 @@ import pytest
 
 import kfac_engine as ke
 from kfac_engine.curvature.blocks.series import SeriesFB
+from tests.comparing import assert_near
 from tests.lifecycle import as_matrix, observe, plain_packing, split
 
 EXACT = 1e-10  # float64, through inverse square roots; entries relative to the largest
@@ -101,10 +102,6 @@ def observed(a, ds, option, form="stacked", exps=(-1,), config=None, **options):
     return observe(collection, [[gradients]], [values], damping=DAMPING, exps=exps, **options)
 
 
-def close(found, expected, tolerance=EXACT):
-    np.testing.assert_allclose(found, expected, atol=tolerance * abs(expected).max())
-
-
 @every_option
 @pytest.mark.parametrize("form", ["list", "folded", "stacked"])
 def test_a_block_is_the_sum_over_lags(option, form):
@@ -114,7 +111,7 @@ def test_a_block_is_the_sum_over_lags(option, form):
     np.testing.assert_allclose(block.input_factor.cov, A[0], atol=1e-12)
     np.testing.assert_allclose(block.input_factor.cov_dt1, A[1], atol=1e-12)
     np.testing.assert_allclose(block.output_factor.cov_dt1, G[1], atol=1e-12)
-    close(block.full_fisher_block(), dense_block(A, G, option))
+    assert_near(block.full_fisher_block(), dense_block(A, G, option), EXACT)
 
 
 @every_option
@@ -128,11 +125,11 @@ def test_products_and_inverse_are_those_of_the_damped_sum(option, dtype, toleran
     dampings = split(A[0], G[0], DAMPING, USES)
     B = dense_block(A, G, option, dampings)
     assert block.damping == pytest.approx(DAMPING / USES)
-    close(as_matrix(block.multiply, SHAPES, plain_packing, dtype), B, tolerance)
+    assert_near(as_matrix(block.multiply, SHAPES, plain_packing, dtype), B, tolerance)
     inverse = as_matrix(block.multiply_inverse, SHAPES, plain_packing, dtype)
-    close(inverse, np.linalg.inv(B), tolerance)
+    assert_near(inverse, np.linalg.inv(B), tolerance)
     if option == 2:
-        close(inverse, infinite_inverse(A, G, dampings), tolerance)
+        assert_near(inverse, infinite_inverse(A, G, dampings), tolerance)
 
 
 def test_two_uses_with_symmetric_lags_need_no_model():
@@ -146,7 +143,7 @@ def test_two_uses_with_symmetric_lags_need_no_model():
     collection.register_fully_connected_multi("w", "x", "s", num_uses=2, approx="kron_series_1")
     block = observe(collection, [["d"]], [{"x": a, "d": ds}])
     (a0, a1), (g0, g1) = moments(a, has_bias=False), moments(ds, has_bias=False)
-    close(block.full_fisher_block(), 2 * np.kron(a0, g0) + 2 * np.kron(a1, g1))
+    assert_near(block.full_fisher_block(), 2 * np.kron(a0, g0) + 2 * np.kron(a1, g1), EXACT)
 
 
 @every_option
@@ -161,7 +158,7 @@ def test_two_towers_are_one_of_both(option):
         values |= {f"x{tower}": a[:, part], f"d{tower}": ds[:, part]}
     block = observe(collection, [["d0", "d1"]], [values])
     A, G = moments(a, has_bias=True), moments(ds, has_bias=False)
-    close(block.full_fisher_block(), dense_block(A, G, option))
+    assert_near(block.full_fisher_block(), dense_block(A, G, option), EXACT)
 
 
 def test_positions_are_sequences_of_their_own():
@@ -176,7 +173,7 @@ def test_positions_are_sequences_of_their_own():
         )
         values = {"x0": x[0], "x1": x[1], "d0": d[0], "d1": d[1]}
         found.append(observe(collection, [[["d0", "d1"]]], [values]).full_fisher_block())
-    close(found[0], 5 * found[1])
+    assert_near(found[0], 5 * found[1], EXACT)
 
 
 def test_independent_and_successive_uses_share_their_factors():
@@ -194,12 +191,12 @@ def test_independent_and_successive_uses_share_their_factors():
         factor.refresh()
     A, G = moments(values["x"], False), moments(values["d"], False)
     plain, series = collection.get_blocks()
-    close(plain.full_fisher_block(), USES * np.kron(A[0], G[0]))
-    close(series.full_fisher_block(), dense_block(A, G, 2))
+    assert_near(plain.full_fisher_block(), USES * np.kron(A[0], G[0]), EXACT)
+    assert_near(series.full_fisher_block(), dense_block(A, G, 2), EXACT)
     vector = np.ones((D_IN, D_OUT))
     dampings = split(A[0], G[0], DAMPING, USES)
     expected = np.linalg.solve(dense_block(A, G, 2, dampings), vector.ravel())
-    close(series.multiply_inverse(vector).ravel(), expected)
+    assert_near(series.multiply_inverse(vector).ravel(), expected, EXACT)
 
 
 def test_the_named_block_takes_option_2_unless_told():
@@ -210,7 +207,7 @@ def test_the_named_block_takes_option_2_unless_told():
     collection.register_block(("w", "b"), block)
     a, ds = sequences(D_IN, seed=18), sequences(D_OUT, seed=19)
     observe(collection, [["d"]], [{"x": a, "d": ds}])
-    close(block.full_fisher_block(), observed(a, ds, 2).full_fisher_block())
+    assert_near(block.full_fisher_block(), observed(a, ds, 2).full_fisher_block(), EXACT)
 
 
 @pytest.mark.parametrize(

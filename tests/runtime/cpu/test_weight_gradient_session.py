@@ -19,6 +19,7 @@ from kfac_engine.runtime.cpu.weight_gradient_session import (
     split_backward,
 )
 from tests import models, oracle
+from tests.comparing import assert_near
 
 # Sums of some thousand products in float32, relative to the largest entry.
 SINGLE = 1e-5
@@ -69,10 +70,6 @@ LAYERS = {
 }  # fmt: skip
 
 
-def assert_close(found, expected):
-    np.testing.assert_allclose(found, expected, rtol=0, atol=SINGLE * abs(expected).max())
-
-
 def differences(layer, x, c):
     """The change of ``⟨c, output⟩``, linear in the kernel, with each entry of it, in float64."""
     proto = layer.model()
@@ -98,7 +95,7 @@ def test_kernel_gradients_equal_finite_differences(layer, batch):
     c = rng.standard_normal(trace["output"].shape).astype(np.float32)
     expected = differences(layer, x, c)
     for found in (trace.vjp({"output": c}, ["w"]), trace.writable_vjp({"output": c}, ["w"])):
-        assert_close(found["w"], expected)
+        assert_near(found["w"], expected, SINGLE)
     parts = split_backward(model.backwards()[0])
     assert not parts.session.nodes
     assert len(parts.finished) == 1
@@ -116,7 +113,7 @@ def test_grouped_transposed_convolution_gradient_equals_runtime(monkeypatch):
         c = np.random.default_rng(1).standard_normal(trace["output"].shape).astype(np.float32)
         found.append(trace.vjp({"output": c}, ["w"])["w"])
         assert len(split_backward(model.backwards()[0]).finished) == left
-    assert_close(found[1], found[0])
+    assert_near(found[1], found[0], SINGLE)
 
 
 # Where the kernel is one and the same weight in several places, or is computed from one.
@@ -208,7 +205,7 @@ def test_kernel_gradients_equal_exported_graph(build, left):
     expected = by_the_graph(proto, x, c, names)
     for found in (trace.vjp({"output": c}, names), trace.writable_vjp({"output": c}, names)):
         for name in names:
-            assert_close(found[name], expected[name])
+            assert_near(found[name], expected[name], SINGLE)
     assert len(split_backward(model.backwards()[0]).finished) == left
 
 
@@ -245,7 +242,7 @@ def test_gradient_is_independent_of_other_requests():
     assert not np.shares_memory(own["w"], others["w"])
     for name in ("first", "second"):
         expected = trace.vjp(cotangents, [name])[name]
-        assert_close(others[name], expected)
+        assert_near(others[name], expected, SINGLE)
 
 
 THIN = {
@@ -274,7 +271,7 @@ def test_deep_network_gradients_equal_exported_graph():
         expected = by_the_graph(proto, x["input"], c, names)
         found = trace.writable_vjp({"output": c}, names)
         for name in names:
-            assert_close(found[name], expected[name])
+            assert_near(found[name], expected[name], SINGLE)
     assert len(split_backward(model.backwards()[0]).finished) == 3
 
 
