@@ -1,7 +1,6 @@
 """Batch sizes and axes that files hide: squeezed, fixed, called otherwise, or named by the user."""
 
 import numpy as np
-import onnxruntime
 import pytest
 from onnx import parser
 
@@ -11,6 +10,7 @@ from kfac_engine.runtime.example_axis import ExampleAxis
 from kfac_engine.runtime.model import load_model
 from tests import models, oracle
 from tests.comparing import assert_arrays_equal
+from tests.graph.running import outputs
 
 
 def floats(*shape):
@@ -19,8 +19,7 @@ def floats(*shape):
 
 def runs(model, feeds):
     """What plain ONNX Runtime makes of a batch."""
-    session = onnxruntime.InferenceSession(model.SerializeToString())
-    return session.run(None, feeds)[0]
+    return next(iter(outputs(model, feeds).values()))
 
 
 # -- Squeeze without axes --------------------------------------------------------------------------

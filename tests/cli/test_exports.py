@@ -2,12 +2,12 @@
 
 import numpy as np
 import onnx
-import onnxruntime
 import pytest
 
 import kfac_engine
 from kfac_engine.__main__ import main
 from tests import models, oracle
+from tests.graph.running import outputs
 from tests.models import Net
 
 
@@ -24,18 +24,13 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-def run(name, feeds):
-    session = onnxruntime.InferenceSession(name, providers=["CPUExecutionProvider"])
-    return dict(zip([o.name for o in session.get_outputs()], session.run(None, feeds), strict=True))
-
-
 def test_file_gives_loss_and_gradients(folder, capsys):
     status = main(["differentiate", "mlp.onnx", "--loss", "categorical", "-o", "g.onnx"])
     assert status == 0
     assert "in:  input, targets" in capsys.readouterr().out
     inputs = models.random_inputs(models.mlp(), batch=4)
     targets = np.array([0, 2, 1, 1])
-    found = run("g.onnx", {**inputs, "targets": targets})
+    found = outputs("g.onnx", {**inputs, "targets": targets})
     value, expected = oracle.loss_and_gradient(
         models.mlp(), inputs, "output", ["fc1.weight"], "categorical", targets
     )
@@ -50,7 +45,7 @@ def test_files_have_inputs_for_probabilities_and_weights(folder, capsys):
     inputs = models.random_inputs(models.mlp(), batch=2)
     targets = np.array([[0.1, 0.2, 0.7], [1, 0, 0]], np.float32)
     counts = np.array([1, 0], np.float32)
-    loss = run("g.onnx", {**inputs, "targets": targets, "weights": counts})["loss"]
+    loss = outputs("g.onnx", {**inputs, "targets": targets, "weights": counts})["loss"]
     engine = kfac_engine.Engine.from_onnx("mlp.onnx", loss="categorical")
     first = {name: array[:1] for name, array in inputs.items()}
     assert loss == pytest.approx(engine.loss(first, targets[:1]), rel=1e-5)
@@ -70,10 +65,12 @@ def test_file_gives_the_derivatives_that_are_asked_for(folder, capsys):
     assert "in:  x, direction" in capsys.readouterr().out
     rng = np.random.default_rng(0)
     x, v = rng.normal(size=(2, 5, 2)).astype("float32")
-    found = run("d.onnx", {"x": x, "direction": v})
+    found = outputs("d.onnx", {"x": x, "direction": v})
     first, second = found["jacobian of u"], found["hessian of u"]
     step = np.float32([[0, 2**-6]])
-    slope = (run("net.onnx", {"x": x + step})["u"] - run("net.onnx", {"x": x - step})["u"]) * 2**5
+    slope = (
+        outputs("net.onnx", {"x": x + step})["u"] - outputs("net.onnx", {"x": x - step})["u"]
+    ) * 2**5
     np.testing.assert_allclose(first[..., 1], slope, atol=1e-3)
     np.testing.assert_array_equal(first[..., 0], found["derivative of u by t"])
     np.testing.assert_allclose(second[..., 1, 1], found["derivative of u by x, x"], atol=1e-6)

@@ -1,7 +1,6 @@
 """Every option of every loss in every front: all give the gradient of the same loss object."""
 
 import numpy as np
-import onnxruntime
 import pytest
 from safetensors.numpy import load_file
 
@@ -9,6 +8,7 @@ import kfac_engine as ke
 from kfac_engine.__main__ import main
 from kfac_engine.losses import LOSSES, LossKind
 from tests import models
+from tests.graph.running import outputs
 
 N, CLASSES = 6, 3
 RNG = np.random.default_rng(0)
@@ -69,10 +69,8 @@ def from_fit(loss, targets, folder):
 
 
 def from_file(loss, targets, folder):
-    file = ke.differentiate(MODEL, loss)
-    session = onnxruntime.InferenceSession(file.SerializeToString())
-    names = [entry.name.removeprefix("gradient/") for entry in session.get_outputs()]
-    return dict(zip(names, session.run(None, {**INPUTS, "targets": targets}), strict=True))
+    found = outputs(ke.differentiate(MODEL, loss), {**INPUTS, "targets": targets})
+    return {name.removeprefix("gradient/"): array for name, array in found.items()}
 
 
 def from_command(loss, targets, folder):

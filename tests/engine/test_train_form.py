@@ -6,12 +6,12 @@ import numpy as np
 import onnx
 import pytest
 from onnx import helper, numpy_helper
-from onnxruntime import InferenceSession
 
 import kfac_engine as ke
 from tests import models
 from tests.comparing import assert_arrays_equal
 from tests.engine.test_inference import in_inference
+from tests.graph.running import outputs
 
 MOMENTUM = 0.7
 SGD = partial(ke.SGD, learning_rate=0.1)
@@ -75,11 +75,7 @@ def trained(model, data, make=ke.KfacOptimizer, steps=4, **options):
 
 
 def run(model, inputs):
-    session = InferenceSession(
-        model.SerializeToString() if isinstance(model, onnx.ModelProto) else str(model),
-        providers=["CPUExecutionProvider"],
-    )
-    return session.run(["output"], inputs)[0]
+    return outputs(model, inputs)["output"]
 
 
 @pytest.mark.parametrize("make", [ke.KfacOptimizer, SGD], ids=["kfac", "sgd"])
@@ -108,8 +104,7 @@ def test_export_keeps_the_inference_form_with_updated_statistics(data, tmp_path,
         assert list(getattr(written.graph, field)) == list(getattr(model.graph, field))
     other, _ = trained(network(True, dropout), data)
     expected = run(in_inference(network(True, dropout), other.parameters | other.buffers), data[0])
-    outputs = run(tmp_path / "trained.onnx", data[0])
-    np.testing.assert_array_equal(outputs, expected)
+    np.testing.assert_array_equal(run(tmp_path / "trained.onnx", data[0]), expected)
     # Other sessions may add in another order: a few roundings of float32 sums.
     np.testing.assert_allclose(engine.predict(data[0]), expected, rtol=1e-5, atol=1e-6)
     assert abs(expected - run(model, data[0])).max() > 1e-2
@@ -296,8 +291,7 @@ def test_calls_of_one_normalization_move_its_statistics_one_after_the_other(opti
     np.testing.assert_allclose(found_mean, mean, rtol=1e-5)
     np.testing.assert_allclose(found_var, var, rtol=1e-5)
     engine.export(tmp_path / "new.onnx")
-    session = InferenceSession(tmp_path / "new.onnx", providers=["CPUExecutionProvider"])
-    (written,) = session.run(None, inputs)
+    (written,) = outputs(tmp_path / "new.onnx", inputs).values()
     np.testing.assert_allclose(engine.predict(inputs), written, rtol=1e-5, atol=1e-6)
 
 

@@ -2,13 +2,13 @@
 
 import numpy as np
 import onnx
-import onnxruntime
 import pytest
 from onnx.reference import ReferenceEvaluator
 from onnxruntime.capi.onnxruntime_pybind11_state import Fail
 
 import kfac_engine as ke
 from tests import models, oracle
+from tests.graph.running import outputs
 
 LOSSES = {
     "mlp": "categorical",
@@ -25,11 +25,7 @@ TOLERANCE = 2e-5
 
 def run(model, feeds):
     onnx.checker.check_model(model, full_check=True)
-    session = onnxruntime.InferenceSession(
-        model.SerializeToString(), providers=["CPUExecutionProvider"]
-    )
-    names = [entry.name for entry in session.get_outputs()]
-    return dict(zip(names, session.run(None, feeds), strict=True))
+    return outputs(model, feeds)
 
 
 def targets_for(model, inputs, loss):
@@ -252,10 +248,7 @@ def test_single_pattern_may_be_string(pattern):
 @pytest.mark.parametrize("label", [-1, -99, 3])
 def test_runtime_rejects_invalid_class_ids(label):
     model = models.mlp(widths=(2, 4, 3))
-    session = onnxruntime.InferenceSession(
-        ke.differentiate(model, "categorical").SerializeToString(),
-        providers=["CPUExecutionProvider"],
-    )
+    gradient = ke.differentiate(model, "categorical")
     feeds = {**models.random_inputs(model, batch=2), "targets": np.array([0, label])}
     with pytest.raises(Fail, match="GatherElements"):
-        session.run(None, feeds)
+        outputs(gradient, feeds)

@@ -1,7 +1,6 @@
 """The file of ``differentiate`` computes the loss of an engine, for every option of the loss."""
 
 import numpy as np
-import onnxruntime
 import pytest
 from onnx import parser
 from scipy import special
@@ -10,6 +9,7 @@ import kfac_engine as ke
 from kfac_engine.losses.kinds import LossKind
 from tests import models
 from tests.comparing import assert_arrays_equal
+from tests.graph.running import outputs
 
 OPTIONS = {
     "ignored": ("categorical", {"ignore_index": -100}),
@@ -41,9 +41,7 @@ def test_file_computes_the_loss_of_an_engine(case, name, reduction):
     targets = targets if loss == "categorical" else targets.astype(np.float32)
     expected = engine.gradients(inputs, targets)
     file = ke.differentiate(model, kind, reduction=reduction)
-    session = onnxruntime.InferenceSession(file.SerializeToString())
-    names = [entry.name for entry in session.get_outputs()]
-    found = dict(zip(names, session.run(None, {**inputs, "targets": targets}), strict=True))
+    found = outputs(file, {**inputs, "targets": targets})
     assert found["loss"] == pytest.approx(expected.loss, rel=1e-5)
     for key, array in expected.gradients.items():
         np.testing.assert_allclose(found[f"gradient/{key}"], array, rtol=1e-4, atol=1e-6)
@@ -149,15 +147,7 @@ def identity(positions):
 
 
 def run(model, feeds):
-    session = onnxruntime.InferenceSession(model.SerializeToString())
-    wanted = [entry.name for entry in session.get_inputs()]
-    return dict(
-        zip(
-            [entry.name for entry in session.get_outputs()],
-            session.run(None, {name: feeds[name] for name in wanted}),
-            strict=True,
-        )
-    )
+    return outputs(model, {entry.name: feeds[entry.name] for entry in model.graph.input})
 
 
 def given_weights(form, shape, entries):

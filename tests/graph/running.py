@@ -22,15 +22,25 @@ CLOSE = 1e-6
 Arrays = Mapping[str, np.ndarray]
 
 
+def outputs(
+    model: onnx.ModelProto | bytes | str | Path,
+    feeds: Arrays,
+    options: ort.SessionOptions | None = None,
+) -> dict[str, np.ndarray]:
+    """All outputs of a model, or of its file, by name, from ONNX Runtime on the CPU."""
+    source = model.SerializeToString() if isinstance(model, onnx.ModelProto) else model
+    session = ort.InferenceSession(source, options, providers=["CPUExecutionProvider"])
+    names = [entry.name for entry in session.get_outputs()]
+    return dict(zip(names, session.run(names, dict(feeds)), strict=True))
+
+
 def run_model(model: bytes, feeds: Arrays) -> dict[str, np.ndarray]:
     """All outputs of a serialized model by name, from ONNX Runtime without optimisations."""
     options = ort.SessionOptions()
     options.intra_op_num_threads = 1
     options.log_severity_level = 4
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
-    session = ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])
-    names = [entry.name for entry in session.get_outputs()]
-    return dict(zip(names, session.run(names, dict(feeds)), strict=True))
+    return outputs(model, feeds, options)
 
 
 def run_graph(graph: Graph, feeds: Arrays, dtype: str = "float32") -> dict[str, np.ndarray]:

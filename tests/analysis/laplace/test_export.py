@@ -2,7 +2,6 @@
 
 import numpy as np
 import onnx
-import onnxruntime
 import pytest
 from onnx import numpy_helper
 
@@ -10,14 +9,9 @@ import kfac_engine as ke
 from kfac_engine.data import demo_model, digits
 from tests import models
 from tests.analysis.fisher_matrix.dense import measured
+from tests.graph.running import outputs
 
 STRUCTURES = ("kron", "ekfac", "diagonal", "full")
-
-
-def run(path, inputs):
-    session = onnxruntime.InferenceSession(str(path))
-    names = [entry.name for entry in session.get_outputs()]
-    return dict(zip(names, session.run(None, inputs), strict=True))
 
 
 def gemm(transposed, dtype="float32"):
@@ -55,7 +49,7 @@ def test_exported_variance_equals_the_prediction(tmp_path, network, structure):
     posterior.export(tmp_path / "uncertain.onnx")
     onnx.checker.check_model(str(tmp_path / "uncertain.onnx"))
     queries = models.random_inputs(model, batch=4, seed=5)
-    results, expected = run(tmp_path / "uncertain.onnx", queries), posterior.predict(queries)
+    results, expected = outputs(tmp_path / "uncertain.onnx", queries), posterior.predict(queries)
     assert results["variance"].shape == (4, 3, 3)
     np.testing.assert_allclose(results["variance"], expected.variance, rtol=1e-4, atol=1e-6)
     np.testing.assert_allclose(results["output"], expected.mean, rtol=1e-5, atol=1e-6)
@@ -74,7 +68,7 @@ def test_exported_cnn_reads_its_own_features(tmp_path, biases):
     path = tmp_path / "uncertain.onnx"
     posterior.export(path)
     queries = {"image": images[100:110]}
-    variance = run(path, queries)["variance"]
+    variance = outputs(path, queries)["variance"]
     np.testing.assert_allclose(variance, posterior.predict(queries).variance, rtol=1e-3, atol=1e-6)
     before, after = onnx.load_from_string(model), onnx.load(path)
     assert after.opset_import == before.opset_import
@@ -92,7 +86,7 @@ def test_file_of_an_old_format_declares_its_constants_as_inputs(tmp_path):
     posterior.export(path)
     onnx.checker.check_model(str(path), full_check=True)
     expected = posterior.predict(inputs).variance
-    np.testing.assert_allclose(run(path, inputs)["variance"], expected, rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(outputs(path, inputs)["variance"], expected, rtol=1e-4, atol=1e-6)
 
 
 def test_half_precision_file_computes_the_variance_in_float32(tmp_path):
@@ -109,7 +103,7 @@ def test_half_precision_file_computes_the_variance_in_float32(tmp_path):
     curvature = ke.curvature(half, (inputs, None), loss="categorical", layers="last")
     posterior = ke.Laplace(curvature)
     posterior.export(tmp_path / "half.onnx")
-    results = run(tmp_path / "half.onnx", inputs)
+    results = outputs(tmp_path / "half.onnx", inputs)
     assert results["variance"].dtype == np.float32
     # The features are rounded to half precision, 1e-3, in the file only.
     expected = posterior.predict(inputs).variance
