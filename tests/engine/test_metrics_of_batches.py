@@ -9,10 +9,10 @@ import pytest
 
 import kfac_engine as ke
 from kfac_engine.losses.kinds import LossKind, loss_named
+from tests.engine.test_pieces import WEIGHTS, model
 from tests.models import parsed
 
-RNG = np.random.default_rng(0)
-WEIGHTS = {n: RNG.standard_normal(s) for n, s in {"w": (4, 5), "a": (5, 3), "b": (5, 2)}.items()}
+RNG = np.random.default_rng(1)
 X, IDS, BOXES = RNG.standard_normal((9, 4)), RNG.integers(0, 3, 9), RNG.standard_normal((9, 2))
 CUTS = [[], [4], [3, 5], [1, 6, 8]]
 EVERY = np.ones(9)
@@ -26,15 +26,6 @@ SQUARES = (MEANS - BOXES) ** 2 + NORMAL
 
 def mean(terms, weights):
     return (terms * weights).sum() / weights.sum()
-
-
-def model():
-    return parsed(
-        """net (double[batch,4] x) => (double[batch,3] cls, double[batch,2] box) {
-          t = MatMul(x, w)  h = Tanh(t)  cls = MatMul(h, a)  box = MatMul(h, b)
-        }""",
-        WEIGHTS,
-    )
 
 
 def ignored(counts):

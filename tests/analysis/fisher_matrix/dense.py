@@ -29,6 +29,16 @@ MODELS = {
 }
 
 
+def example(row, n):
+    """A row of ``MODELS`` as model and tolerance, with random inputs, outputs and labels."""
+    make, tolerance = row
+    model = make()
+    inputs = models.random_inputs(model, batch=n)
+    output = oracle.evaluate(model, inputs, "output")[0]
+    labels = np.random.default_rng(2).integers(0, output.shape[-1], output.shape[:-1])
+    return model, tolerance, inputs, output, labels
+
+
 def dense(curvature, *, power=1.0, damping=0.0):
     """``(F + λI)^power``, from products with all unit vectors."""
     sizes = {name: value.size for name, value in curvature.model.parameters.items()}

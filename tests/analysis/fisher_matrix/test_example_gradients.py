@@ -19,6 +19,7 @@ from tests.analysis.fisher_matrix.dense import (
     SINGLE,
     dense,
     exact_fisher,
+    example,
     measured,
     uneven,
 )
@@ -87,11 +88,7 @@ MODELS = {
 @pytest.fixture(scope="module", params=MODELS)
 def case(request):
     """Model, tolerance, inputs, labels, and Jacobian ``(n, k, P)`` of the oracle."""
-    make, tolerance = MODELS[request.param]
-    model = make()
-    inputs = models.random_inputs(model, batch=EXAMPLES)
-    output = oracle.evaluate(model, inputs, "output")[0]
-    labels = np.random.default_rng(2).integers(0, output.shape[-1], output.shape[:-1])
+    model, tolerance, inputs, _, labels = example(MODELS[request.param], EXAMPLES)
     names = list(measured(model, (inputs, None)).model.parameters)
     jacobian = oracle.jacobian(model, inputs, "output", names)
     return model, tolerance, inputs, labels, jacobian

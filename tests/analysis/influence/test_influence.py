@@ -10,6 +10,7 @@ from tests.analysis.fisher_matrix.dense import (
     MODELS,
     STRUCTURES,
     dense,
+    example,
     measured,
     uneven,
 )
@@ -22,11 +23,7 @@ N, Q = 7, 3
 @pytest.fixture(scope="module", params=MODELS)
 def case(request):
     """Model, tolerance, and inputs, labels and gradients of training data and queries."""
-    make, tolerance = MODELS[request.param]
-    model = make()
-    inputs = models.random_inputs(model, batch=N + Q)
-    output = oracle.evaluate(model, inputs, "output")[0]
-    labels = np.random.default_rng(2).integers(0, output.shape[-1], output.shape[:-1])
+    model, tolerance, inputs, output, labels = example(MODELS[request.param], N + Q)
     names = list(measured(model, (inputs, None)).model.parameters)
     jacobian = oracle.jacobian(model, inputs, "output", names)
     p = np.exp(output - output.max(-1, keepdims=True))

@@ -13,6 +13,7 @@ from tests.analysis.fisher_matrix.dense import (
     MODELS,
     STRUCTURES,
     dense,
+    example,
     measured,
     uneven,
 )
@@ -24,11 +25,7 @@ N = 7
 
 @pytest.fixture(scope="module", params=MODELS)
 def case(request):
-    make, tolerance = MODELS[request.param]
-    model = make()
-    inputs = models.random_inputs(model, batch=N)
-    output = oracle.evaluate(model, inputs, "output")[0]
-    labels = np.random.default_rng(2).integers(0, output.shape[-1], output.shape[:-1])
+    model, tolerance, inputs, output, labels = example(MODELS[request.param], N)
     return model, tolerance, inputs, output, labels
 
 

@@ -6,7 +6,7 @@ from scipy.sparse.linalg import aslinearoperator, cg, eigsh
 
 import kfac_engine as ke
 from tests import models, oracle
-from tests.analysis.fisher_matrix.dense import DOUBLE, MODELS, uneven
+from tests.analysis.fisher_matrix.dense import DOUBLE, MODELS, example, uneven
 from tests.comparing import assert_arrays_equal, assert_near
 
 N = 6
@@ -14,11 +14,7 @@ N = 6
 
 @pytest.fixture(scope="module", params=MODELS)
 def case(request):
-    make, tolerance = MODELS[request.param]
-    model = make()
-    inputs = models.random_inputs(model, batch=N)
-    output = oracle.evaluate(model, inputs, "output")[0]
-    labels = np.random.default_rng(2).integers(0, output.shape[-1], output.shape[:-1])
+    model, tolerance, inputs, _, labels = example(MODELS[request.param], N)
     return model, tolerance, inputs, labels
 
 
