@@ -9,7 +9,7 @@ from collections import ChainMap
 from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import partial
-from math import inf, log, sqrt
+from math import inf, log, prod, sqrt
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -90,7 +90,7 @@ _CUT, _FAR = 1.0, 3.0
 _SMALL = 0.1
 
 # The lengths of adapters are multiplied by this number: the model around them is already trained.
-_OF_ADAPTERS = 2 / 3
+_OF_ADAPTERS = 0.8
 
 # Largest number of Newton–Schulz iterations of a matrix.
 _ITERATIONS = 5
@@ -175,12 +175,12 @@ class AdaptiveLengthUpdate(Update):
     only, unless c < −1. The averaged gradient spans ten steps and changes little meanwhile.
 
     The Frobenius norm of an update is ``k L √outputs``: with ``k = 1``, each output of a layer
-    changes by the same amount whatever their number, as with Muon. The second matrix of a product
-    of low rank, as in an adapter, has the geometric mean of this length and of ``k L √rank``. At
-    the length ``k L √outputs``, its few singular values would be too large. At ``k L √rank``, its
-    entries would change as much as those of the first matrix, but the product, which begins at
-    zero, would grow too slowly. The two matrices of an adapter move by two thirds of their lengths,
-    since the model around them is already trained.
+    changes by the same amount whatever their number, as with Muon. In a product ``s A B`` of low
+    rank, as in an adapter, each matrix has 0.8 times the geometric mean of this length and of
+    ``k L √inputs``, divided by ``√|s|``. The product and its transpose then have equal updates, as
+    have ``s A B`` and ``(√s A) (√s B)``. At the length ``k L √outputs``, the few singular values of
+    B would be too large, and A, which has few outputs, would move too slowly. The factor 0.8 is
+    there because the model around an adapter is already trained.
 
     The multiple ``k`` of a matrix follows from the agreement ``c = ⟨g, p⟩ / ⟨g', p⟩`` of the
     gradient g with the last direction p, where g' is the gradient of the step that computed p::
@@ -224,7 +224,7 @@ class AdaptiveLengthUpdate(Update):
     precondition: Callable[[Vector], dict[str, Array]]
     units: Units  # the division of the parameters; its weights are the matrices
     together: "Together"  # the parameters and units that are updated in one call
-    # √outputs of the matrices of each weight, or √√(rank outputs): see ``adapters``.
+    # √outputs of the matrices of each weight, or 0.8 √(√(inputs outputs) / s): see ``adapters``.
     roots: Mapping[str, float]
     sides: Mapping[str, int]  # smaller side of the matrices of each weight
     equal: Collection[str]  # the weights whose singular values may become equal
@@ -907,12 +907,10 @@ def adaptive_lengths(
     shapes = {n: w.matrices(values[n], copy=False).shape for n, w in units.weights.items()}
     roots = {name: sqrt(shape[-1]) for name, shape in shapes.items()}
     sides = {name: min(shape[1:]) for name, shape in shapes.items()}
-    second_to_first = adapters(engine, units, values)
-    roots |= {name: sqrt(roots[name] * sqrt(sides[name])) for name in second_to_first}
-    both = {*second_to_first, *second_to_first.values()}
-    roots |= {name: _OF_ADAPTERS * roots[name] for name in both}
-    equal = {name for name, side in sides.items() if side >= _SMALLEST_SIDE}
-    equal |= both
+    factors = adapters(engine, units, values)
+    for name, factor in factors.items():
+        roots[name] = _OF_ADAPTERS * sqrt(sqrt(prod(shapes[name])) / factor)
+    equal = {name for name, side in sides.items() if side >= _SMALLEST_SIDE} | factors.keys()
     of_layers = {uses(p)[0]: block for p, block in engine.collection.fisher_blocks.items()}
     blocks = {name: of_layers[weight.weight] for name, weight in units.weights.items()}
     widths = widths_of(engine, blocks)

@@ -1,11 +1,14 @@
 """Finds the roles of weights in a model: what its graph and its blocks tell of them."""
 
 from collections.abc import Collection, Mapping
+from math import inf
+
+import numpy as np
 
 from kfac_engine.curvature.blocks.base import FisherBlock, uses
 from kfac_engine.engine.engine import Engine
 from kfac_engine.graph.analysis.subgraph import rearranged
-from kfac_engine.graph.structure import RELAYS
+from kfac_engine.graph.structure import RELAYS, Node
 from kfac_engine.training.feature_bounds import model_of
 from kfac_engine.training.units import Units
 from kfac_engine.training.vectors import Vector
@@ -81,11 +84,12 @@ def joined_by_blocks(engine: Engine, units: Units) -> dict[str, int]:
     return {name: numbers[find(owner)] for name, owner in owners_of.items()}
 
 
-def adapters(engine: Engine, units: Units, values: Vector) -> dict[str, str]:
-    """Return the first weight of each product of two low-rank matrices, by the second weight.
+def adapters(engine: Engine, units: Units, values: Vector) -> dict[str, float]:
+    """Return the factor of each product of two low-rank matrices, by the names of both weights.
 
-    In such a product, as in an adapter, the other side of each matrix is at least four times the
-    rank, and only a constant factor is between the matrices.
+    In such a product ``s A B``, as in an adapter, the other side of each matrix is at least four
+    times the rank, and only constants are between the matrices. The factor s is that of all
+    constants between and behind them: of arrays, the root of the mean square.
     """
     graph, sides = model_of(engine).graph, dict[str, tuple[int, ...]]()
     for name, weight in units.weights.items():
@@ -99,16 +103,33 @@ def adapters(engine: Engine, units: Units, values: Vector) -> dict[str, str]:
         if name in sides and len(layer.parameters) == 1
     }
     weight_of = {output: name for name, layer in weights.items() for output in uses(layer.outputs)}
-    first = {}
+    factors = dict[str, float]()
     for name, layer in weights.items():
-        value = uses(layer.inputs)[0]
+        value, factor = uses(layer.inputs)[0], 1.0
         while value not in weight_of and value in graph.producers:
-            node = graph.producers[value]
-            rest = [operand for operand in node.inputs if operand not in graph.constants]
-            if node.op not in _SCALES or len(rest) != 1:
-                break
-            value = rest[0]
+            value, of_node = _scaled(engine, graph.producers[value])
+            factor *= of_node
         (rank, outputs), before = sides[name], sides.get(weight_of.get(value, ""), (0, 0))
         if before[1] == rank and 4 * rank <= min(before[0], outputs):
-            first[name] = weight_of[value]
-    return first
+            readers = graph.consumers.get(uses(layer.outputs)[0], ())
+            while len(readers) == 1 and _scaled(engine, readers[0][0])[0]:
+                factor *= _scaled(engine, readers[0][0])[1]
+                readers = graph.consumers.get(readers[0][0].outputs[0], ())
+            factors |= dict.fromkeys((weight_of[value], name), factor)
+    return factors
+
+
+def _scaled(engine: Engine, node: Node) -> tuple[str, float]:
+    """Return the operand that a node multiplies by a constant, and the size of the constant.
+
+    The operand is empty for other nodes. A trained constant has the size 1.
+    """
+    constants, relays = model_of(engine).graph.constants, node.op in RELAYS
+    rest = [operand for operand in node.inputs if operand not in constants]
+    if node.op not in _SCALES or len(rest) != 1:
+        return "", 1.0
+    fixed = [n for n in node.inputs if n in constants and n not in engine.parameters]
+    size = 1.0 if relays or not fixed else float(np.sqrt(np.mean(constants[fixed[0]] ** 2.0)))
+    if not 0 < size < inf:
+        return rest[0], 1.0
+    return rest[0], 1 / size if node.op == "Div" else size

@@ -7,49 +7,51 @@ import kfac_engine as ke
 from kfac_engine.training import adaptive_lengths
 from tests.models import written
 
-WIDE, RANK = 24, 4
+WIDE, OUTPUTS, RANK = 24, 32, 4
 
 
 def first_update(graph, constants):
     """The updates of the first step, by parameter."""
-    model = written(f"n,{WIDE}", constants, graph)
-    engine = ke.Engine.from_onnx(model, loss="normal", trainable=["first", "second"])
+    model = written(f"n,{WIDE} -> n,{OUTPUTS}", constants, graph)
+    trained = ["learned"] if "learned" in graph else []
+    engine = ke.Engine.from_onnx(model, loss="normal", trainable=["first", "second", *trained])
     before = {name: array.copy() for name, array in engine.parameters.items()}
     rng = np.random.default_rng(0)
     optimizer = ke.KfacOptimizer(engine, weight_decay=0)
-    inputs, targets = rng.standard_normal((2, 64, WIDE)).astype("float32")
+    inputs, targets = (rng.standard_normal((64, d)).astype("float32") for d in (WIDE, OUTPUTS))
     optimizer.step(inputs, targets)
     return {name: array - before[name] for name, array in engine.parameters.items()}
 
 
-def length_ratio(graph, constants):
-    """Frobenius norm of the update of the second matrix, divided by that of the first one."""
-    found = first_update(graph, constants)
-    return np.linalg.norm(found["second"]) / np.linalg.norm(found["first"])
-
-
-def nodes(between):
+def nodes(between, behind="update = Identity(product)"):
     return (
         f"full = MatMul(input, w) low = MatMul(input, first) {between} "
-        "update = MatMul(scaled, second) output = Add(full, update)"
+        f"product = MatMul(scaled, second) {behind} output = Add(full, update)"
     )
 
 
-SHAPES = f"w({WIDE},{WIDE}) first({WIDE},{RANK}) second({RANK},{WIDE}) factor=2.0"
+SHAPES = (
+    f"w({WIDE},{OUTPUTS}) first({WIDE},{RANK}) second({RANK},{OUTPUTS}) factor=4.0 "
+    "each=3.0,3.0,0.0,1.0 "
+    "learned=3.0,3.0,0.0,1.0"
+)
+FACTORS = {
+    "none": (nodes("scaled = Identity(low)"), 1),
+    "between": (nodes("scaled = Mul(low, factor)"), 4),
+    "behind": (nodes("scaled = Identity(low)", "update = Mul(factor, product)"), 4),
+    "both": (nodes("scaled = Mul(low, factor)", "update = Mul(product, factor)"), 16),
+    "quotient": (nodes("scaled = Div(low, factor)"), 1 / 4),
+    "trained": (nodes("scaled = Mul(low, learned)"), 1),
+    "of features": (nodes("scaled = Mul(low, each)"), np.sqrt(19 / 4)),
+}
 
 
-def test_the_second_matrix_of_an_adapter_moves_by_the_mean_of_two_lengths():
-    found = length_ratio(nodes("scaled = Mul(low, factor)"), SHAPES)
-    lengths = np.sqrt([RANK, WIDE]) / np.sqrt(RANK)  # the first matrix has RANK outputs
-    assert found == pytest.approx(np.sqrt(lengths.prod()), rel=1e-3)
-
-
-def test_adapters_move_by_two_thirds_of_other_matrices():
-    adapter, other = (
-        np.linalg.norm(first_update(nodes(f"scaled = {between}"), SHAPES)["first"])
-        for between in ("Mul(low, factor)", "Tanh(low)")
-    )
-    assert adapter / other == pytest.approx(2 / 3, rel=1e-3)
+@pytest.mark.parametrize(("graph", "factor"), FACTORS.values(), ids=FACTORS)
+def test_matrices_of_an_adapter_move_by_their_sides_and_by_the_factor(graph, factor):
+    found = first_update(graph, SHAPES)
+    for name, sides in {"first": (WIDE, RANK), "second": (RANK, OUTPUTS)}.items():
+        length = 0.03 * 0.8 * np.prod(sides) ** 0.25 / np.sqrt(factor)
+        assert np.linalg.norm(found[name]) == pytest.approx(length, rel=1e-3)
 
 
 @pytest.mark.parametrize(("between", "equal"), [("Mul(low, factor)", True), ("Tanh(low)", False)])
@@ -62,13 +64,15 @@ def test_updates_of_adapters_of_any_rank_have_equal_singular_values(between, equ
 
 def test_other_matrices_move_by_the_root_of_their_outputs():
     cases = {
-        "function": (nodes("scaled = Tanh(low)"), SHAPES),
+        "function": (nodes("scaled = Tanh(low)"), SHAPES, RANK),
         "wide": (
             nodes("scaled = Mul(low, factor)"),
-            f"w({WIDE},{WIDE}) first({WIDE},12) second(12,{WIDE}) factor=2.0",
+            f"w({WIDE},{OUTPUTS}) first({WIDE},12) second(12,{OUTPUTS}) factor=2.0",
+            12,
         ),
     }
-    for name, (graph, constants) in cases.items():
-        found = length_ratio(graph, constants)
-        rank = 12 if name == "wide" else RANK
-        assert found == pytest.approx(np.sqrt(WIDE / rank), rel=1e-3)
+    for graph, constants, outputs in cases.values():
+        found = first_update(graph, constants)
+        for name, size in {"first": outputs, "second": OUTPUTS}.items():
+            length = 0.03 * np.sqrt(size)
+            assert np.linalg.norm(found[name]) == pytest.approx(length, rel=1e-3)
