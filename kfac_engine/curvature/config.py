@@ -1,9 +1,10 @@
 """Defines the options of a layer collection: averages, damping and inverses."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from numbers import Real
 from operator import add, mul, sub, truediv
+from types import MappingProxyType
 from typing import Any, Literal
 
 from kfac_engine.arguments import (
@@ -46,6 +47,8 @@ class RelativeDamping(float):
     """
 
     __array_priority__ = 1.0  # scalars of NumPy leave their operators to this class
+    # What is added to ε for single blocks, by their ``params``; arithmetic leaves it out.
+    more: Mapping[Any, float] = MappingProxyType({})
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({float(self)!r})"
@@ -53,6 +56,16 @@ class RelativeDamping(float):
     def of(self, mean_eigenvalue: float) -> float:
         """Return the damping of a block with this mean eigenvalue, in units of the block."""
         return float(self) * mean_eigenvalue
+
+    def of_block(self, params: Any) -> "RelativeDamping":
+        """Return the damping of the block with these parameters."""
+        return RelativeDamping(self + self.more[params]) if params in self.more else self
+
+    def with_more(self, more: Mapping[Any, float]) -> "RelativeDamping":
+        """Return this damping with additions for single blocks, by their ``params``."""
+        result = RelativeDamping(self)
+        result.more = more
+        return result
 
     def __mul__(self, other: Any) -> Any:
         return self._with(mul, other)

@@ -1,8 +1,9 @@
-"""Shrinks each weight that reads a table according to the evidence of the examples.
+"""Shrinks and damps each weight that reads a table according to the evidence of the examples.
 
 A network that sees the same examples again and again fits their noise. The prior precision of a
 weight with the largest evidence is MacKay's fixed point. The curvature of K-FAC yields it at the
-price of some eigenvalues.
+price of some eigenvalues. The same fixed point, for the few rows of an averaged gradient, is the
+damping with which the natural gradient follows no directions that are only noise.
 
 Source: D. J. C. MacKay 1992, "Bayesian interpolation", Neural Computation 4(3), equation 4.9.
 """
@@ -16,6 +17,7 @@ import numpy as np
 
 from kfac_engine._types import Array
 from kfac_engine.curvature.blocks.base import FisherBlock
+from kfac_engine.curvature.config import RelativeDamping
 from kfac_engine.engine.engine import Engine
 from kfac_engine.layers.parameter_slices import Piece
 from kfac_engine.losses.normal import NormalMeanNegativeLogProbLoss
@@ -24,9 +26,11 @@ from kfac_engine.training.vectors import Vector
 
 _DENSE, _ROWS = "fully_connected", 2  # kind of a layer, and number of axes of its inputs
 # Largest sum of the sides of two factors whose eigenvalues are computed.
-_WIDEST = 640
+_WIDEST = 1024
 # Steps until the precisions are computed again, relative to the steps of the run.
 _GROWTH = 1.2
+# Largest damping by noise, in mean eigenvalues: natural gradients are then nearly gradients.
+_MOST_DAMPING = 100.0
 # Decay of the averages over steps.
 _DECAY = 0.95
 # Part of the weight decay that the precisions take the place of.
@@ -46,17 +50,21 @@ class Evidence(NamedTuple):
     due: int = 1  # number of the step that computes the precisions next
     # Prior precision of each weight per example, in the unit of the loss.
     precisions: tuple[float, ...] = ()
+    # Damping of the block of each weight by noise, relative to its mean eigenvalue.
+    dampings: tuple[float, ...] = ()
 
     def saved(self) -> dict[str, Array]:
         """Return the arrays of a checkpoint."""
         numbers = np.array([self.residual, self.noise, self.due])
-        return {"numbers": numbers, "precisions": np.array(self.precisions)}
+        fixed_points = "precisions", "dampings"
+        return {"numbers": numbers} | {n: np.array(getattr(self, n)) for n in fixed_points}
 
     @classmethod
     def restored(cls, saved: Mapping[str, Array]) -> "Evidence":
         """Return the evidence of ``saved``."""
         residual, noise, due = map(float, saved["numbers"])
-        return cls(residual, noise, int(due), tuple(map(float, saved["precisions"])))
+        precisions, dampings = (tuple(map(float, saved[n])) for n in ("precisions", "dampings"))
+        return cls(residual, noise, int(due), precisions, dampings)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,16 +84,27 @@ class ShrinkageByEvidence:
     of the training, by about T γ / N. The term adds as much. r is the residual
     (``Residuals.size``), an average over about twenty steps. It weakens the term where little noise
     is left, because a run ends long before the minimum, which the evidence assumes.
+
+    With ``damps``, the relative damping ε of the block becomes ``ε + r λ / mean(h)`` with ::
+
+        λ = (1 / n) T γ / ‖W‖²        γ = Σ h / (h + λ)
+
+    n is the number of different rows in an averaged gradient. The noise of the average is ``T h /
+    n`` along an eigenvector, and the gradient there is ``h w`` for a distance w from the minimum.
+    The best estimate of w is ``h w / (h + λ)``, if w has the mean square ``T / (n λ)`` (Wiener).
+    The formula estimates this mean square by that of the weights that the rows determine.
     """
 
     # The block of each weight; none where the rule does not apply.
     blocks: Mapping[str, FisherBlock] = field(default_factory=dict)
     # Whether fewer than 1,024 rows count: those of squared errors, whose noise is measured.
     few: bool = False
+    damps: bool = False  # whether noise damps the blocks
 
     def start(self) -> Evidence:
         """Return the evidence before the first step."""
-        return Evidence(precisions=(0.0,) * len(self.blocks))
+        none = (0.0,) * len(self.blocks)
+        return Evidence(precisions=none, dampings=none)
 
     def kept_decay(self, seen: SeenExamples) -> float:
         """Return the factor of the weight decay beside the precisions."""
@@ -112,12 +131,29 @@ class ShrinkageByEvidence:
         return step >= evidence.due and self._knows(seen) and seen.share > 0
 
     def measured(
-        self, evidence: Evidence, step: int, seen: SeenExamples, values: Vector
+        self, evidence: Evidence, step: int, seen: SeenExamples, values: Vector, rows: float
     ) -> Evidence:
-        """Return the evidence with precisions from the averages of the blocks and the weights."""
-        scale = seen.scarcity * evidence.noise
-        precisions = tuple([_precision(b, values[n], scale) for n, b in self.blocks.items()])
-        return evidence._replace(due=int(_GROWTH * step) + 1, precisions=precisions)
+        """Return the evidence with precisions from the averages of the blocks and the weights.
+
+        ``rows`` is the number of rows in an averaged gradient, if all are different.
+        """
+        of_all = seen.scarcity * evidence.noise
+        of_average = evidence.noise / min(rows, seen.different) if self.damps else 0.0
+        pairs: list[tuple[float, float]] = []
+        for name, block in self.blocks.items():
+            h, square = _eigenvalues(block), max(float(np.vdot(values[name], values[name])), _LEAST)
+            precision, damping = (_precision(h, s / square) for s in (of_all, of_average))
+            relative = damping / max(float(h.mean()), _LEAST)
+            pairs.append((precision, min(relative, _MOST_DAMPING)))
+        precisions, dampings = zip(*pairs, strict=True)
+        due = int(_GROWTH * step) + 1
+        return evidence._replace(due=due, precisions=precisions, dampings=dampings)
+
+    def damping(self, value: float, evidence: Evidence) -> RelativeDamping:
+        """Return a relative damping with that of the noise."""
+        pairs = zip(self.blocks.values(), evidence.dampings, strict=True)
+        more = {block.params: evidence.residual * damping for block, damping in pairs}
+        return RelativeDamping(value).with_more(more)
 
     def strengths(self, evidence: Evidence) -> dict[str, float]:
         """Return the multiple of each weight that its gradient receives."""
@@ -125,15 +161,19 @@ class ShrinkageByEvidence:
         return {name: evidence.residual * precision for name, precision in pairs}
 
 
-def _precision(block: FisherBlock, weight: Array, scale: float) -> float:
-    """Return the solution α of ``α = scale · Σ h / (h + α) / ‖W‖²``."""
+def _eigenvalues(block: FisherBlock) -> Array:
+    """Return the eigenvalues of a Kronecker product."""
     inputs, outputs = (np.maximum(factor.eigenvalues(), 0.0) for factor in block.factors)
-    eigenvalues = np.multiply.outer(inputs, outputs)
-    square = max(float(np.vdot(weight, weight)), _LEAST)
-    precision = scale * eigenvalues.size / square
-    for _ in range(_PASSES):
+    products: Array = np.multiply.outer(inputs, outputs)
+    return products
+
+
+def _precision(eigenvalues: Array, scale: float) -> float:
+    """Return the solution α of ``α = scale · Σ h / (h + α)``."""
+    precision = scale * eigenvalues.size
+    for _ in range(_PASSES if scale else 0):
         determined = float((eigenvalues / (eigenvalues + precision + _LEAST)).sum())
-        precision = sqrt(precision * scale * determined / square)
+        precision = sqrt(precision * scale * determined)
     return precision
 
 
@@ -142,18 +182,21 @@ def shrinkage_by_evidence(
     weights: Mapping[str, Piece],
     blocks: Mapping[str, FisherBlock],
     widths: Mapping[str, float],
+    *,
+    damps: bool,
 ) -> ShrinkageByEvidence:
     """Return the rule of an engine; without blocks unless the examples are rows of a table.
 
     The inputs are floating-point vectors, one for each example, and there is one loss, a mean. All
     weights are matrices of fully connected layers, whole parameters, each used once, with factors
-    whose sides have a sum of at most 640.
+    whose sides have a sum of at most 1,024.
 
     Args:
         engine: The engine.
         weights: Weights by unit.
         blocks: The blocks of the layers of the weights, by unit.
         widths: Sum of the sides of the factors of each weight.
+        damps: As in ``ShrinkageByEvidence``.
     """
     objective = engine.objective
     inputs = [i for i in engine.passes.model.graph.inputs if i.name in engine.example_axes.inputs]
@@ -166,4 +209,4 @@ def shrinkage_by_evidence(
         and 0 < max(widths.values(), default=0) <= _WIDEST
     )
     squared = all(isinstance(loss, NormalMeanNegativeLogProbLoss) for loss in objective.terms)
-    return ShrinkageByEvidence(blocks if applies else {}, few=squared)
+    return ShrinkageByEvidence(blocks if applies else {}, few=squared, damps=damps)

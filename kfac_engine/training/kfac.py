@@ -171,8 +171,8 @@ class KfacOptimizer(Optimizer):
         learning_rate: η, a number or a function of the number of steps so far; ``"auto"`` or
             ``"quadratic"``.
         damping: λ, 0.01 if None; it contains ``l2``. With ``"auto"``, ε of the
-            ``RelativeDamping``, 0.1 if None. With a number or a function as the learning rate, it
-            may be a ``RelativeDamping`` as well.
+            ``RelativeDamping``; None is 0.1, and more where a table is noisy. With a number
+            or a function as the learning rate, it may be a ``RelativeDamping`` as well.
         momentum: μ in [0, 1), or a function of the number of steps so far; ``"quadratic"`` needs
             ``learning_rate="quadratic"``. None is 0.9; with ``"auto"``, None is 0.85, and up to
             0.95 for matrices whose gradients cancel (``AverageSpan``).
@@ -253,7 +253,9 @@ class KfacOptimizer(Optimizer):
         self._exact = _exact_rules(engine) if may_be_exact else ()
         self._decay_follows = decays is None  # the examples that come again
         of_evidence = decays is None and adaptation is None
-        self._shrinkage = _shrinkage(engine, self._given.update if of_evidence else None)
+        self._shrinkage = _shrinkage(
+            engine, self._given.update if of_evidence else None, damps=damping is None
+        )
         schedule = Schedule(statistics_every, refresh_every)
         # Adam updates the parameters without a layer, unless a change is predicted.
         by_example = rule != AUTO or adaptation is not None
@@ -347,6 +349,7 @@ class KfacOptimizer(Optimizer):
             bound = None
         if self.engine.damping is not self._of_engine:  # another optimizer has set it
             self.damping = self._damping
+        self._damp(basis.evidence)
         powers, backend = features.sums, self.engine.collection.backend
         facts = BatchFacts(
             basis.loss,
@@ -381,6 +384,13 @@ class KfacOptimizer(Optimizer):
             seconds=clock.seconds,
         )
         return Proposal(move.values, step.new_slots, report)
+
+    def _damp(self, evidence: Evidence) -> None:
+        """Set the damping of blocks whose noise has been measured."""
+        if self._rule is self._given and any(evidence.dampings):
+            damping = self._shrinkage.damping(self._damping, evidence)
+            if getattr(self._of_engine, "more", None) != damping.more:
+                self._of_engine = self.engine.damping = damping
 
     def _add_penalties(self, gradients: dict[str, Array], values: Vector, basis: Basis) -> bool:
         """Add the gradients of the penalties to those of the loss; return whether there are any."""
@@ -589,7 +599,8 @@ class KfacOptimizer(Optimizer):
         if not rule.is_due(evidence, self.steps, seen):
             return evidence
         self.engine.fisher.division.complete()
-        return rule.measured(evidence, self.steps, seen, self._parameters())
+        rows = _AVERAGED * sum(map(sum, self.engine.passes.part_sizes))
+        return rule.measured(evidence, self.steps, seen, self._parameters(), rows)
 
     def _follow(self, rule: Rule, undo: Undo) -> None:
         """Follow a rule from this step on; a change of the rule resets the optimizer's state."""
@@ -753,11 +764,12 @@ def _exact_rules(engine: Engine) -> tuple[Rule, ...]:
     )
 
 
-def _shrinkage(engine: Engine, update: Update | None) -> ShrinkageByEvidence:
+def _shrinkage(engine: Engine, update: Update | None, *, damps: bool) -> ShrinkageByEvidence:
     """Return how the weights of an update shrink; without blocks for another update, or None."""
     if not isinstance(update, AdaptiveLengthUpdate):
         return ShrinkageByEvidence()
-    return shrinkage_by_evidence(engine, update.units.weights, update.blocks, update.widths)
+    weights, blocks = update.units.weights, update.blocks
+    return shrinkage_by_evidence(engine, weights, blocks, update.widths, damps=damps)
 
 
 def _signal(size: Any) -> Any:

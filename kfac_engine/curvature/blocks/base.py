@@ -380,7 +380,7 @@ class FisherBlock(ABC):
                 f"the damping of the block of {self.params} must not be negative and must be "
                 f"finite, got {value}."
             )
-        return value
+        return value.of_block(self.params) if isinstance(value, RelativeDamping) else value
 
 
 def parts(vector: Vector) -> tuple[Array, ...]:
