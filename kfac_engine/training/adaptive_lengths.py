@@ -776,11 +776,11 @@ class AdaptiveLengthUpdate(Update):
 
     def _fall(self, slots: SlotArrays) -> Any:
         """Return by how much the loss falls along updates, from its slopes at their start."""
-        falls = (
-            block_of(slots["step_size"], n) * block_of(slots["slope"], n)
-            for n in self.together.lengths
-        )
-        return sum((fall.sum() for fall in falls), 0.0)
+        fall: Any = 0.0
+        for names in self.together.lengths:
+            size, slope = block_of(slots["step_size"], names), block_of(slots["slope"], names)
+            fall = fall + (size * slope).sum()
+        return fall
 
     def _part_back(self, step: StepInputs, last: Products) -> Any:
         """Return the part of the last updates that a step takes back; 0 for a step onward.

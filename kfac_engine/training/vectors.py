@@ -32,12 +32,12 @@ _AXPY: Mapping[str, Any] = {"f": blas.saxpy, "d": blas.daxpy}
 
 def add_multiple(out: Array, factor: float, array: Array) -> None:
     """Add ``factor · array`` to ``out``, in place; both have the same shape and type."""
-    axpy = _AXPY.get(out.dtype.char) if type(out) is type(array) is np.ndarray else None
-    flat = axpy is not None and out.flags.c_contiguous and array.flags.c_contiguous
-    if axpy is None or not flat or array.dtype != out.dtype or not out.size:
-        out += factor * array
-    else:
+    on_host = type(out) is type(array) is np.ndarray
+    axpy = _AXPY.get(out.dtype.char) if on_host and out.dtype == array.dtype else None
+    if axpy and out.size and out.flags.c_contiguous and array.flags.c_contiguous:
         axpy(array.reshape(-1), out.reshape(-1), a=factor)
+    else:
+        out += factor * array
 
 
 def combine(out: Array, factor: float, array: Array, other_factor: float, other: Array) -> None:
