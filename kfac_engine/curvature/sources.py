@@ -185,7 +185,7 @@ class Sources:
             return {}
         signs = MODES["curvature_prop"](self.losses, batch.trace, np.random.default_rng(0))
         (source,) = signs
-        cotangents = scaled(source, batch.scales)
+        cotangents = times_scales(source, batch.scales)
         several = [cotangents, *([weights.times_roots(cotangents)] if weights.by_ratio else ())]
         gradients, *weighted = (
             named_arrays(batch.trace.vjp(each, outputs), outputs, self.backend) for each in several
@@ -207,11 +207,11 @@ class Sources:
         sources = self.mode.sources if known else self.mode
         values: Any = batch.trace  # a mapping, if it was checked
         for source in sources(self.losses, values, rng, batch.draws or {}):
-            yield scaled(source, batch.scales)
+            yield times_scales(source, batch.scales)
 
 
 @recordable
-def scaled(source: Mapping[str, Array], scales: Scales) -> dict[str, Array]:
+def times_scales(source: Mapping[str, Array], scales: Scales) -> dict[str, Array]:
     """Return each cotangent times the scale of its loss input; a missing scale counts as 1."""
     cotangents: dict[str, Array] = {}
     for name, array in source.items():

@@ -270,7 +270,9 @@ def _arrays(inputs: Mapping[str, Array], targets: Targets) -> dict[str, Array]:
     return {n: np.asarray(a, order="C") for n, a in zip(arrays, on_host, strict=True)}
 
 
-def split(counts: Sequence[int], fraction: float, seed: int) -> tuple[list[Array], list[Array]]:
+def split_examples(
+    counts: Sequence[int], fraction: float, seed: int
+) -> tuple[list[Array], list[Array]]:
     """Return a random split of the examples of a data set into two, by their numbers in each shard.
 
     The numbers ascend. ``counts`` has the number of examples of each shard. The second part has the

@@ -252,7 +252,7 @@ def read_layers(
     if examples is None:
         examples = assembly.task.objective.examples(trace)
     readings = [
-        block_of(assembly, layer).read_examples(
+        block_of_layer(assembly, layer).read_examples(
             _Readings(assembly, layer, trace, examples, chosen, reached, wide)
         )
         for layer in layers
@@ -268,7 +268,7 @@ def read_layers(
     ]
 
 
-def block_of(assembly: Assembly, layer: LayerMatch) -> FisherBlock:
+def block_of_layer(assembly: Assembly, layer: LayerMatch) -> FisherBlock:
     """Return the block of a layer."""
     key = layer.parameters if len(layer.parameters) > 1 else layer.parameters[0]
     return assembly.collection.fisher_blocks[key]
@@ -411,7 +411,7 @@ class _Readings:
 
     def _tiles(self, sources: Cotangents, step: int) -> Iterator[WholeGradients]:
         task, names, trace = self.assembly.task, self.layer.parameters, self.trace
-        block = block_of(self.assembly, self.layer)
+        block = block_of_layer(self.assembly, self.layer)
         each = ExampleGradients(self.assembly.model, task.objective, task.batch, task.inputs)
         chosen = range(self.examples) if self.chosen is None else self.chosen
         reached = self.reached.intersection(names)

@@ -7,7 +7,7 @@ from kfac_engine._types import Array, Params
 from kfac_engine.curvature.blocks.base import FisherBlock
 from kfac_engine.layers.discover import Discovery
 from kfac_engine.layers.match import LayerMatch
-from kfac_engine.layers.parameter_slices import ParameterSlice, Piece, describe
+from kfac_engine.layers.parameter_slices import ParameterSlice, Piece, describe_part
 
 
 class ParameterEntries:
@@ -59,7 +59,7 @@ class ParameterEntries:
     def _extent(self, name: str, part: ParameterSlice) -> str:
         shape = self.shapes[name]
         whole = part.index is None or part.index.size == prod(shape)
-        return "" if whole or part.index is None else describe(part.index, shape)
+        return "" if whole or part.index is None else describe_part(part.index, shape)
 
 
 def block_key(layer: LayerMatch) -> Params:

@@ -123,7 +123,7 @@ def derivatives(  # noqa: PLR0913 (every choice a user has, each with a default)
     check_smooth(graph, facts, [x], names)
     check_example_axis(graph, facts, [x], names, sample_inputs)
     d = prod(features)
-    numbers = numbered(labels, d)
+    numbers = numbered_labels(labels, d)
     quantities = [
         *([_Quantity("jacobian of {}", tuple(range(d)), 1)] if jacobian else []),
         *([_Quantity("laplacian of {}", (tuple((i, i) for i in range(d)),))] if laplacian else []),
@@ -233,7 +233,7 @@ def _directional(d: int) -> tuple[_Quantity, _Quantity]:
     )
 
 
-def numbered(labels: Sequence[str], d: int) -> dict[str, int]:
+def numbered_labels(labels: Sequence[str], d: int) -> dict[str, int]:
     """Return the numbers of the features, by name or by the number as text."""
     if labels and not len(labels) == len(set(labels)) == d:
         raise ShapeError(

@@ -31,7 +31,7 @@ from kfac_engine.export.derivatives import (
     feature_sizes,
     forward_builder,
     kinks,
-    numbered,
+    numbered_labels,
     points_input,
     unit_vectors,
 )
@@ -394,12 +394,12 @@ def _numbers(
     if len(entries) > 1 and any(len(size) > 1 for size in sizes):
         raise ShapeError("several inputs of points need the shape (n, d) each.")
     if len(entries) == 1:
-        return numbered(entries[0][1], prod(sizes[0]))
+        return numbered_labels(entries[0][1], prod(sizes[0]))
     names: list[str] = []
     for (_, labels), size in zip(entries, sizes, strict=True):
-        numbers = numbered(labels, prod(size))
+        numbers = numbered_labels(labels, prod(size))
         names += numbers if labels else [str(len(names) + i) for i in numbers.values()]
-    return numbered(names, len(names))
+    return numbered_labels(names, len(names))
 
 
 def _copy(graph: Graph, name: str, axes: Mapping[str, int]) -> _Copy:

@@ -253,7 +253,7 @@ def external_files(path: Path) -> Iterator[Path]:
             yield from (path.parent / e.value for e in entry.external_data if e.key == "location")
 
 
-def separated(source: ModelSource) -> tuple[onnx.ModelProto, dict[str, Array]]:
+def separated_model(source: ModelSource) -> tuple[onnx.ModelProto, dict[str, Array]]:
     """Return the message of a model without the data of its initializers, and the data by name.
 
     Arguments and errors are as for ``load_model``, but nodes and versions are not checked.

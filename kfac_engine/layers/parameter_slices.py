@@ -88,7 +88,7 @@ def join(
     return joined.reshape(like.shape)
 
 
-def describe(index: Array, shape: tuple[int, ...]) -> str:
+def describe_part(index: Array, shape: tuple[int, ...]) -> str:
     """Return text for entries of an array: ``[0:4, :]`` for a box, otherwise their number.
 
     ``index`` has the row-major positions of the entries in an array of the shape.

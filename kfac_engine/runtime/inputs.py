@@ -163,7 +163,7 @@ def finite(array: Array) -> bool:
     return all_finite(array) if isinstance(array, np.ndarray) else bool(np.isfinite(array).all())
 
 
-def spelled(shape: Sequence[int | str | None]) -> str:
+def spelled_shape(shape: Sequence[int | str | None]) -> str:
     """Return a declared shape as text for messages, with ``?`` for unknown sizes."""
     return ", ".join("?" if size is None else str(size) for size in shape)
 
@@ -220,7 +220,7 @@ def _check_array(entry: Input, value: Array) -> Array:
     if entry.shape is not None and not fits(array.shape, entry.shape):
         raise ShapeError(
             f"input '{entry.name}' has shape {array.shape}, the model needs "
-            f"({spelled(entry.shape)})."
+            f"({spelled_shape(entry.shape)})."
         )
     if array.shape[:1] == (0,):
         raise ShapeError(f"input '{entry.name}' has shape {array.shape}: the batch is empty.")

@@ -21,7 +21,7 @@ from kfac_engine.graph.analysis.subgraph import SubGraph
 from kfac_engine.graph.structure import Fact, Graph, Input, Node
 from kfac_engine.graph.write import compact_model
 from kfac_engine.runtime.example_axis import first_examples, says_batch
-from kfac_engine.runtime.inputs import check_inputs, disagreements, spelled
+from kfac_engine.runtime.inputs import check_inputs, disagreements, spelled_shape
 from kfac_engine.sessions.session import Session
 
 _MOST_NODES = (
@@ -429,7 +429,7 @@ def _generated(entry: Input, first: int, other: int, symbols: Mapping[str, int])
     ]
     if not 0 < prod(shape) <= _MOST_ENTRIES:
         raise ModelError(
-            f"input '{entry.name}' declares the shape ({spelled(entry.shape)}), which "
+            f"input '{entry.name}' declares the shape ({spelled_shape(entry.shape)}), which "
             f"{'no batch can have' if prod(shape) else 'has no entries'}; correct the declaration."
         )
     if np.issubdtype(entry.dtype, np.floating):

@@ -53,7 +53,7 @@ from kfac_engine.training.vectors import (
     combine_all,
     groups,
     joined,
-    separated,
+    views_of,
 )
 from kfac_engine.training.weight_roles import (
     BY_ADAM,
@@ -376,7 +376,7 @@ class AdaptiveLengthUpdate(Update):
             value, mean = grouped.get(names) or (joined(gradients, names), joined(averages, names))
             self._by_adam(names, value, mean, joined(parameters, names), step)
             if len(names) > 1:
-                gradients |= separated(value, {name: gradients[name] for name in names})
+                gradients |= views_of(value, {name: gradients[name] for name in names})
         values = self.units.join(gradients, step.parameters)
         return self._shifted(values, turn.corrections) if turn.corrections else values
 
@@ -491,7 +491,7 @@ class AdaptiveLengthUpdate(Update):
             stack = joined(matrices, names).reshape(-1, *matrices[names[0]].shape[1:])
             of_side = excess[self.sides[names[0]]]
             squares = of_side * largest_singular_values(stack, self.matmul) ** 2
-            least |= separated(squares, {name: step.slots["slope"][name] for name in names})
+            least |= views_of(squares, {name: step.slots["slope"][name] for name in names})
         if least and on_device(next(iter(least.values()))):
             on_host = self.engine.collection.backend.download([*least.values()])
             return dict(zip(least, on_host, strict=True))
@@ -548,7 +548,7 @@ class AdaptiveLengthUpdate(Update):
             if not {*wide}.isdisjoint(names):
                 along = products + block_of(step.slots["slope"], names)
                 slopes = {name: step.slots["slope"][name] for name in names}
-                sums |= separated(along, slopes) if names[1:] else {names[0]: along}
+                sums |= views_of(along, slopes) if names[1:] else {names[0]: along}
         due = dict.fromkeys(self.widths, turn.onward)
         for name in wide:
             always: Any = self._rows(name, step.examples) >= self.widths[name]
@@ -648,7 +648,7 @@ class AdaptiveLengthUpdate(Update):
             mean = np.empty_like(block_of(old, names)) if in_place else block_of(new, names)
             averages.append((mean, decay, block_of(old, names), 1 - decay, gradient))
             like = {name: old[name] for name in names}
-            ahead |= separated(mean, like) if names[1:] else {names[0]: mean}
+            ahead |= views_of(mean, like) if names[1:] else {names[0]: mean}
         combine_all(averages, self._many(joint.values()))
         return ahead
 
@@ -684,7 +684,7 @@ class AdaptiveLengthUpdate(Update):
             descends = products.sum(axis=(1, 2), keepdims=True) > 0
             chosen = array_module(stack).where(descends, equal, stack)
             like = {name: matrices[name] for name in names}
-            parts = separated(chosen.reshape(-1), like) if names[1:] else {names[0]: chosen}
+            parts = views_of(chosen.reshape(-1), like) if names[1:] else {names[0]: chosen}
             directions |= {n: weights[n].array(part, natural[n]) for n, part in parts.items()}
         return directions
 

@@ -14,7 +14,7 @@ from kfac_engine.datasets.shards import (
     OrderedBatches,
     Share,
     ShuffledBatches,
-    split,
+    split_examples,
 )
 from kfac_engine.errors import InputError
 
@@ -104,7 +104,7 @@ def run_data(
     whole_size = batch_size * accumulate
     if isinstance(validation, Real):
         check_number("validation", validation, "(0, 1)")
-        used, held_out = split(examples.counts, float(validation), seed)
+        used, held_out = split_examples(examples.counts, float(validation), seed)
         ordered = OrderedBatches(examples, batch_size, held_out, share)
         shuffled = ShuffledBatches(examples, whole_size, seed, used, share, accumulate)
         return RunData(shuffled, ordered, examples, float(validation))

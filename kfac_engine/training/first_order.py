@@ -37,7 +37,7 @@ from kfac_engine.training.vectors import (
     groups,
     joined,
     parts,
-    separated,
+    views_of,
 )
 
 # A step whose entries and terms stay below these numbers cannot overflow: the square of the largest
@@ -158,7 +158,7 @@ class _FirstOrder(Optimizer):
                 # The gradient is not needed any more: its memory receives the new value.
                 combine(g, -step, direction, shrunk, value)
             if len(names) > 1:
-                gradients |= separated(gradient, {name: values[name] for name in names})
+                gradients |= views_of(gradient, {name: values[name] for name in names})
         return units.join(gradients, parameters)
 
 

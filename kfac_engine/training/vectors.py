@@ -82,7 +82,7 @@ class Zeros(dict[str, Array]):
             size = sum(value.size for value in values.values())
             block = array_module(next(iter(values.values()))).zeros(size, dtype)
             self.views[tuple(values)] = block
-            arrays |= separated(block, values)
+            arrays |= views_of(block, values)
         self.blocks = {names[0]: block for names, block in self.views.items()}
         super().__init__({name: arrays[name] for name in like})
 
@@ -131,7 +131,7 @@ def block_of(state: Vector, names: tuple[str, ...]) -> Array:
     return state.block(names) if view is None else view
 
 
-def separated(entries: Array, like: Vector) -> dict[str, Array]:
+def views_of(entries: Array, like: Vector) -> dict[str, Array]:
     """Return views of the entries of one axis, in the shapes of arrays that follow one another."""
     views, start = dict[str, Array](), 0
     for name, value in like.items():

@@ -21,7 +21,7 @@ from kfac_engine.curvature.factors.base import FisherFactor
 from kfac_engine.curvature.factors.row_weights import ExampleWeights, LayerRows
 from kfac_engine.curvature.factors.statistics import rows_name
 from kfac_engine.curvature.refreshes import early_rates, least_period
-from kfac_engine.curvature.sources import scaled
+from kfac_engine.curvature.sources import times_scales
 from kfac_engine.engine.build import Assembly
 from kfac_engine.engine.engine import Engine
 from kfac_engine.errors import UnsupportedError
@@ -446,7 +446,7 @@ class CurvatureSteps:
             ) from failure
         scales: dict[str, Any] = dict(objective.fisher_scales(observation))
         scales = {n: k.recorded() if isinstance(k, Size) else k for n, k in scales.items()}
-        cotangents: dict[str, Any] = scaled(source, scales)
+        cotangents: dict[str, Any] = times_scales(source, scales)
         for name, cotangent in cotangents.items():
             result = part.names[self._reads.cotangents[name]]
             batch.tape.level.op("Identity", cotangent.name, result=result)
@@ -499,15 +499,15 @@ class CurvatureSteps:
 
         The units are the roots of the moments of features.
         """
-        units, scaled = [], [*averages]
+        units, times_scales = [], [*averages]
         for i in self._by_feature:
             moments = self._factors[i].moments(averages[i])
             units.append(np.sqrt(np.where(moments > 0, moments, 1.0)))
-            scaled[i] = scaled[i] / units[-1] / units[-1][:, None]
+            times_scales[i] = times_scales[i] / units[-1] / units[-1][:, None]
         lines, sizes = _by_size(averages)
         stacks: list[Any] = []
         for d, places in sizes.items():
-            rows: Any = np.concatenate([scaled[i].reshape(-1, d) for i in places])
+            rows: Any = np.concatenate([times_scales[i].reshape(-1, d) for i in places])
             stacks.append(rows.reshape(-1, d, d))
         return [*stacks, *(averages[i] for i in lines), *units]
 
@@ -541,8 +541,8 @@ class CurvatureSteps:
         # Before a target has counted, averages are zero, and their inverses are identities.
         means: Any = relative_level(traces, rows[:, None, None], self._root)
         if not set(self._by_feature).isdisjoint(places):
-            scaled = np.repeat([i in self._by_feature for i in places], counts)
-            means = np.where(scaled[:, None, None], np.float32(self._root), means)
+            times_scales = np.repeat([i in self._by_feature for i in places], counts)
+            means = np.where(times_scales[:, None, None], np.float32(self._root), means)
         levels = np.where(traces > 0, means, 1.0)
         smallest = self._root / (d + self._root)
         invert: Any = damped_inverses if stack.nbytes <= _AT_ONCE else _one_by_one

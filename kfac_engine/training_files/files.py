@@ -22,7 +22,7 @@ from kfac_engine.graph.write import CompactModel, properties_of
 from kfac_engine.losses.observed import Weighted, weights_gathered
 from kfac_engine.runtime.batch_axis import Batch
 from kfac_engine.runtime.example_axis import ExampleAxis
-from kfac_engine.runtime.inputs import spelled
+from kfac_engine.runtime.inputs import spelled_shape
 from kfac_engine.sessions.session import Session
 from kfac_engine.system.reading import check_file
 from kfac_engine.system.state_files import read_tensors, write_tensors
@@ -525,8 +525,9 @@ def _check_shapes(declared: Declared, arrays: Mapping[str, Array]) -> None:
         fixed = [(wanted, size) for wanted, size in pairs if isinstance(wanted, int)]
         if len(sizes) != len(shape) or any(wanted != size for wanted, size in fixed):
             raise ShapeError(
-                f"'{name}' has the shape {sizes}, but the training files need ({spelled(shape)}). "
-                f"The sample_inputs of export_training set each length that the model leaves open."
+                f"'{name}' has the shape {sizes}, but the training files need "
+                f"({spelled_shape(shape)}). The sample_inputs of export_training set each length "
+                f"that the model leaves open."
             )
         for symbol, size in pairs:
             first, known = by_symbol.setdefault(str(symbol), (name, size))

@@ -6,7 +6,7 @@ from onnx import numpy_helper
 
 import kfac_engine as ke
 from kfac_engine.layers import parameter_slices
-from kfac_engine.layers.parameter_slices import ParameterSlice, describe, join, split
+from kfac_engine.layers.parameter_slices import ParameterSlice, describe_part, join, split
 from tests import models
 from tests.backend import cupy_standin
 
@@ -154,7 +154,7 @@ def test_slice_without_layer_is_generic():
 )
 def test_boxes_are_described_as_slices(part, text):
     index = np.arange(20).reshape(4, 5)[part]
-    assert describe(index, (4, 5)) == text
+    assert describe_part(index, (4, 5)) == text
 
 
 def test_join_is_inverse_of_split():

@@ -20,7 +20,7 @@ from kfac_engine.analysis.fisher_matrix.blocks import (
 from kfac_engine.analysis.fisher_matrix.example_gradients import (
     gradient_sources,
     jacobian_sources,
-    numbered,
+    numbered_tiles,
 )
 from kfac_engine.analysis.fisher_matrix.files import (
     NUMBERS,
@@ -441,7 +441,7 @@ def _tiles(
         names = next(group for group in groups if owner in group)
         whole = sum(prod(vector.shapes[name]) for name in names)
         part_bytes = scratch_bytes * places.size // max(whole, 1)
-        for examples, tile in numbered(reader, part_bytes, whole=True):
+        for examples, tile in numbered_tiles(reader, part_bytes, whole=True):
             yield ExampleTile(examples, _by_parameter(vector, names, places, tile.matrices()))
 
 

@@ -44,7 +44,7 @@ def whole_rows(
         yield rows
 
 
-def numbered(
+def numbered_tiles(
     reader: LayerReader, scratch_bytes: int, *, whole: bool
 ) -> Iterator[tuple[slice, Gradients]]:
     """Yield the tiles of a reader with the numbers of their examples."""
@@ -119,5 +119,5 @@ def block_tiles(
             start += len(rows)
         return
     for block, reader in zip(blocks, readers, strict=False):  # the last blocks are of zeros
-        for examples, tile in numbered(reader, scratch_bytes, whole=False):
+        for examples, tile in numbered_tiles(reader, scratch_bytes, whole=False):
             yield block, examples, tile.into(block.spectrum) if rotated else tile

@@ -17,7 +17,7 @@ from kfac_engine.curvature.blocks.base import FisherBlock, uses
 from kfac_engine.curvature.estimation_modes import MODES
 from kfac_engine.curvature.factors.base import FisherFactor
 from kfac_engine.curvature.fisher import Fisher
-from kfac_engine.curvature.sources import scaled
+from kfac_engine.curvature.sources import times_scales
 from kfac_engine.datasets.examples import Batch
 from kfac_engine.datasets.first_examples import with_first_examples
 from kfac_engine.datasets.forms import Data, batches_of
@@ -88,7 +88,7 @@ _AVERAGE_BYTES, _BYTES = 4, 8
 _MATRICES = 3
 
 
-def require_memory(layout: Layout, factors: Iterable[FisherFactor]) -> int:
+def require_factor_memory(layout: Layout, factors: Iterable[FisherFactor]) -> int:
     """Return the bytes of the averages of factors, which the first batch allocates.
 
     A MemoryLimitError says that dense factors and their eigenvectors do not fit into the memory.
@@ -207,7 +207,7 @@ class _Measurement:
                 for number, (_, block) in enumerate(layout.layers)
                 if not all(factor.is_diagonal for factor in block.factors)
             }
-        self.averages = require_memory(layout, self.factors)
+        self.averages = require_factor_memory(layout, self.factors)
 
     @property
     def factors(self) -> list[FisherFactor]:
@@ -312,7 +312,7 @@ class _Measurement:
             mode = MODES[self.layout.options.engine.estimation_mode]
             scales = self.estimator.sources.scales_of(trace)
             sources = mode(losses, trace, rng, draws)
-            self.moments.add(trace, (scaled(source, scales) for source in sources))
+            self.moments.add(trace, (times_scales(source, scales) for source in sources))
         if factors:
             rng.bit_generator.state = generator
             self.estimator.accumulate(trace, examples, draws=draws, factors=factors)

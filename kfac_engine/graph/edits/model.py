@@ -13,7 +13,7 @@ from onnx import helper, shape_inference
 
 from kfac_engine._types import Array
 from kfac_engine.graph.files import declare, model_files, with_constants, write_model
-from kfac_engine.graph.load import ModelSource, axis_size, separated
+from kfac_engine.graph.load import ModelSource, axis_size, separated_model
 from kfac_engine.graph.passes.canonicalize import check_versions, inline_functions, opset
 from kfac_engine.graph.passes.constants import constant_value
 from kfac_engine.graph.passes.order import claim, reads, sort_nodes, taken_names
@@ -45,7 +45,7 @@ class EditedModel:
     """
 
     def __init__(self, source: ModelSource) -> None:
-        message, self.constants = separated(source)
+        message, self.constants = separated_model(source)
         check_versions(message)
         message = inline_functions(message)
         sort_nodes(message.graph)
