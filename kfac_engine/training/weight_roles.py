@@ -1,7 +1,7 @@
 """Finds the roles of weights in a model: what its graph and its blocks tell of them."""
 
 from collections.abc import Collection, Mapping
-from math import inf
+from math import inf, sqrt
 
 import numpy as np
 
@@ -124,12 +124,14 @@ def _scaled(engine: Engine, node: Node) -> tuple[str, float]:
 
     The operand is empty for other nodes. A trained constant has the size 1.
     """
-    constants, relays = model_of(engine).graph.constants, node.op in RELAYS
+    constants = model_of(engine).graph.constants
     rest = [operand for operand in node.inputs if operand not in constants]
     if node.op not in _SCALES or len(rest) != 1:
         return "", 1.0
     fixed = [n for n in node.inputs if n in constants and n not in engine.parameters]
-    size = 1.0 if relays or not fixed else float(np.sqrt(np.mean(constants[fixed[0]] ** 2.0)))
+    if node.op in RELAYS or not fixed:
+        return rest[0], 1.0
+    size = sqrt(np.mean(np.square(constants[fixed[0]], dtype=np.float64)))
     if not 0 < size < inf:
         return rest[0], 1.0
     return rest[0], 1 / size if node.op == "Div" else size

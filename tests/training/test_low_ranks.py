@@ -33,7 +33,7 @@ def nodes(between, behind="update = Identity(product)"):
 SHAPES = (
     f"w({WIDE},{OUTPUTS}) first({WIDE},{RANK}) second({RANK},{OUTPUTS}) factor=4.0 "
     "each=3.0,3.0,0.0,1.0 "
-    "learned=3.0,3.0,0.0,1.0"
+    "learned=3.0,3.0,0.0,1.0 nothing=0.0"
 )
 FACTORS = {
     "none": (nodes("scaled = Identity(low)"), 1),
@@ -42,6 +42,7 @@ FACTORS = {
     "both": (nodes("scaled = Mul(low, factor)", "update = Mul(product, factor)"), 16),
     "quotient": (nodes("scaled = Div(low, factor)"), 1 / 4),
     "trained": (nodes("scaled = Mul(low, learned)"), 1),
+    "zero": (nodes("scaled = Mul(low, nothing)"), np.inf),  # no gradient
     "of features": (nodes("scaled = Mul(low, each)"), np.sqrt(19 / 4)),
 }
 
