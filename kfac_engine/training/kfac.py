@@ -74,8 +74,9 @@ _MORE_DAMPING, _SHORTER = 10, 0.3
 
 # Damping at a learning rate, and relative damping of "auto": see docs/default_rule.md.
 _DAMPING, _RELATIVE_DAMPING = 0.01, 0.1
-# Damping of the first exact step, and its adaptation.
-_EXACT_DAMPING, _FOLLOWS_QUICKLY = 1.0, DampingAdaptation(interval=2, decay=0.9)
+# Dampings of the first exact step, in the sample space and by the quadratic model, and how that of
+# the quadratic model changes.
+_EXACT_DAMPINGS, _FOLLOWS_QUICKLY = (1.0, 1e-4), DampingAdaptation(interval=2, decay=0.9)
 # Rounding of a loss relative to its size.
 _RESOLUTION = float(np.finfo(np.float64).eps)
 # A step of a higher rate may overflow although its natural gradient does not.
@@ -250,7 +251,7 @@ class KfacOptimizer(Optimizer):
             adaptation,
         )
         may_be_exact = rule == AUTO and plain and adaptation is None and not decays
-        self._exact = _exact_rules(engine) if may_be_exact else ()
+        self._exact = _exact_rules(engine, l2) if may_be_exact else ()
         self._decay_follows = decays is None  # the examples that come again
         of_evidence = decays is None and adaptation is None
         self._shrinkage = _shrinkage(
@@ -752,15 +753,19 @@ class KfacOptimizer(Optimizer):
         }
 
 
-def _exact_rules(engine: Engine) -> tuple[Rule, ...]:
-    """Return the rules of exact steps, the preferred one first; none unless errors are squared."""
+def _exact_rules(engine: Engine, l2: float) -> tuple[Rule, ...]:
+    """Return the rules of exact steps, the preferred one first; none unless errors are squared.
+
+    Their dampings contain ``l2``.
+    """
     if not all(isinstance(t, NormalMeanNegativeLogProbLoss) for t in engine.objective.terms):
         return ()
     newton = GaussNewtonUpdate(engine, FOLLOWS)
+    of_newton, of_quadratic = (max(damping, l2) for damping in _EXACT_DAMPINGS)
     quadratic = QuadraticUpdate(engine, PartialBatch(engine, 1.0), 0.0)
     return (
-        Rule(newton, MOMENTUM, 1.0, _EXACT_DAMPING, False, None, measures=False),
-        Rule(quadratic, None, 1.0, _EXACT_DAMPING, False, _FOLLOWS_QUICKLY, whole=True),
+        Rule(newton, MOMENTUM, 1.0, of_newton, False, None, measures=False),
+        Rule(quadratic, None, 1.0, of_quadratic, False, _FOLLOWS_QUICKLY, whole=True),
     )
 
 

@@ -13,7 +13,7 @@ from tests.models import parsed
 
 # The steps before the first exact one, and the exact steps that leave examples out, at most.
 BEFORE, TRIAL = 10, 60
-STOCHASTIC, EXACT = 0.1, 1.0  # damping of the first step
+STOCHASTIC, QUADRATIC = 0.1, 1e-4  # damping of the first step
 # Sums of parts, and of ranks, in another order, in float64; 75 steps multiply the roundings.
 CLOSE = 1e-6
 
@@ -63,7 +63,7 @@ def test_exact_steps_reach_the_least_squares_solution():
     optimizer = optimizer_of(linear(6))
     reports = [optimizer.step({"x": x}, y) for _ in range(BEFORE + TRIAL + 15)]
     assert [is_exact(r) for r in reports] == [False] * BEFORE + [True] * (TRIAL + 15)
-    assert (reports[0].damping, reports[BEFORE].damping) == (STOCHASTIC, EXACT)
+    assert (reports[0].damping, reports[BEFORE].damping) == (STOCHASTIC, QUADRATIC)
     solution = np.linalg.lstsq(x, y, rcond=None)[0]
     np.testing.assert_allclose(optimizer.engine.parameters["w"], solution, rtol=1e-6)
 
@@ -177,6 +177,7 @@ OPTIONS = {
     "no option": ({}, "normal", True),
     "no decay": ({"weight_decay": 0}, "normal", True),
     "l2": ({"l2": 0.01}, "normal", True),
+    "l2 above the first damping": ({"l2": 2.0}, "normal", True),
     "damping": ({"damping": 0.1}, "normal", False),
     "momentum": ({"momentum": 0.85}, "normal", False),
     "decay": ({"weight_decay": 0.05}, "normal", False),
