@@ -100,7 +100,7 @@ _SMALLEST_SIDE = 16
 # side below ``_SMALL_SIDE`` needs ``_ROWS_OF_SMALL`` rows of the batch for each iteration.
 _SMALL_SIDE, _ROWS_OF_SMALL = 64, 512
 # Each example of a batch adds at most this number of singular values to the length of an update,
-# and at most this part of the loss to the fall that the slopes predict.
+# and each row of the layer with the fewest at most this part of the loss to the predicted fall.
 _OF_EXAMPLE, _OF_LOSS = 2.0, 0.1
 # Products with factors whose sides have a smaller sum take less time than the rest of a step.
 _NARROW = 512
@@ -199,6 +199,12 @@ class AdaptiveLengthUpdate(Update):
     therefore moves a matrix by two of the equal values at most. A batch of N examples has updates
     of the length ``k L √outputs min(1, √(2 N / side) |p| / σ)`` for the matrices whose singular
     values may become equal. Two power iterations yield σ, the largest singular value of p.
+
+    All updates together are multiplied by ``min(1, M |loss| / (10 F))``, where the loss falls by
+    ``F = Σ α ⟨g', p⟩`` at their start, with the step sizes α. M is the number of rows of the batch
+    in the layer with the fewest, such as that of the predictions. Each adds a tenth of the loss to
+    the predicted fall at most. A deep network could otherwise fit the few targets of a batch by one
+    step, and lose what it predicts of others.
 
     The updates of several matrices may each be short enough, and together far too long. Where the
     loss rises along the last updates by more than itself, and by more than three times the fall
@@ -762,12 +768,13 @@ class AdaptiveLengthUpdate(Update):
         self._shorten(step, turn.weight)
 
     def _shorten(self, step: StepInputs, weight: Any) -> None:
-        """Shorten updates that predict too large a fall for the number of examples.
+        """Shorten updates that predict too large a fall of the loss for the number of rows.
 
         ``weight`` is that of the gradient in the slopes.
         """
         sizes, fall = step.new_slots["step_size"], self._fall(step.new_slots)
-        most = _OF_LOSS * step.examples * weight * np.abs(step.loss)
+        fewest = min((self._rows(name, 1.0) for name in self.roots), default=1.0)
+        most = _OF_LOSS * fewest * step.examples * weight * np.abs(step.loss)
         far = fall > most
         if is_recorded(far) or far:
             share = np.where(far, most / np.where(far, fall, 1.0), 1.0)

@@ -20,7 +20,7 @@ class FirstStep(NamedTuple):
     """The first step of the default rule, without weight decay."""
 
     updates: dict[str, np.ndarray]  # the updates of the matrices
-    share: float  # the fall that the slopes predict, divided by a tenth of the loss per example
+    share: float  # the fall that the slopes predict, divided by a tenth of the loss per row
 
 
 def first_step(text, examples, width=40, seed=0):
@@ -38,7 +38,7 @@ def first_step(text, examples, width=40, seed=0):
     ke.KfacOptimizer(engine, weight_decay=0).step({"x": x}, y)
     updates = {name: engine.parameters[name] - value for name, value in weights.items()}
     fall = -sum(np.vdot(gradients[name], update) for name, update in updates.items())
-    return FirstStep(updates, fall / (examples * loss / 10))
+    return FirstStep(updates, fall / (np.prod(shape) * loss / 10))
 
 
 @pytest.mark.parametrize("text", [ROWS, TOKENS], ids=["rows", "tokens"])
@@ -59,7 +59,7 @@ def test_an_example_moves_a_matrix_by_two_singular_values(text, examples, width)
 
 
 @pytest.mark.parametrize("width", [12, 15])
-def test_an_example_adds_a_tenth_of_the_loss_to_the_predicted_fall(width):
+def test_a_row_adds_a_tenth_of_the_loss_to_the_predicted_fall(width):
     of_one, *shares = [first_step(ROWS, examples, width).share for examples in (1, 4, 16)]
     assert of_one == pytest.approx(1, rel=1e-9)
     assert max(shares) < 0.9
