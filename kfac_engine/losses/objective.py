@@ -148,12 +148,13 @@ class Residuals:
     def read_later(self) -> None:
         """Move the sums to the host; see ``Backend.read_later``."""
         for key, entry in self.sums.items():
-            if on_device(entry[0]):
-                for place, number in enumerate(entry):
+            for place, number in enumerate(entry):
+                if on_device(number):
                     owner(number).read_later(number, partial(self._set, key, place))
 
     def _set(self, key: tuple[int, str], place: int, number: Array) -> None:
         entry = self.sums[key]
+        self._known.clear()
         self.sums[key] = (*entry[:place], number, *entry[place + 1 :])
 
     def size(self) -> Any:

@@ -34,7 +34,7 @@ def test_programs_of_the_section_on_starting_run_in_one_process(tmp_path):
 @pytest.mark.parametrize(
     ("model", "ranks", "sentence"),
     [
-        ("ResNet-50", 5, "a refresh is not shorter on more than five ranks"),
+        ("ResNet-50", 5, "so more than five ranks do not make a refresh shorter"),
         ("GPT-2 small", 31, "The limit of GPT-2 small and of ViT-B/16 is 31 ranks"),
         ("ViT-B/16", 31, "The limit of GPT-2 small and of ViT-B/16 is 31 ranks"),
     ],

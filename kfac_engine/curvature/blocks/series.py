@@ -8,7 +8,7 @@ from typing import TypeAlias, cast
 
 from kfac_engine._types import Array, Vector
 from kfac_engine.backend.protocol import Backend
-from kfac_engine.curvature.blocks.base import Decomposition, Found, GradsList
+from kfac_engine.curvature.blocks.base import Decomposition, FisherBlock, Found, GradsList
 from kfac_engine.curvature.blocks.kronecker import KroneckerProductFB, Side
 from kfac_engine.curvature.factors.lagged import LaggedFactor
 from kfac_engine.curvature.factors.owner import FactorOwner
@@ -97,6 +97,10 @@ class SeriesFB(KroneckerProductFB):
             product = self._solved(V)
         return self.form.packing.unpack(product, vector)
 
+    def multiply_weight(self, weight: Array, exp: float) -> Array:
+        # A sum over lags is not a product of two powers.
+        return FisherBlock.multiply_weight(self, weight, exp)
+
     def multiply_cholesky(self, vector: Vector, transpose: bool = False) -> Vector:
         raise UnsupportedError(_NO_CHOLESKY)
 
@@ -116,10 +120,6 @@ class SeriesFB(KroneckerProductFB):
     def _positions(self) -> float:
         """Mean number of positions of a use for each example, each an independent sequence."""
         return self.repeats / self.form.num_uses
-
-    def _stored(self, exp: float) -> tuple[None, None]:
-        del exp  # a sum over lags is not a product of two powers
-        return None, None
 
     def _multiplied(self, V: Array, damping_a: float, damping_g: float) -> Array:
         A, G = self._lagged()
