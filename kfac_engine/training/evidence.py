@@ -41,13 +41,13 @@ _LEAST = 1e-30  # least divisor
 
 
 class Evidence(NamedTuple):
-    """The statistics of the steps so far that determine the precisions of weights."""
+    """The statistics of the steps so far that determine precisions and dampings of weights."""
 
     residual: float = 1.0  # average of the residuals of the steps, at most 1
     # Average of the squares of the gradients at the predictions, relative to those that the loss
     # expects; 1 for classes.
     noise: float = 1.0
-    due: int = 1  # number of the step that computes the precisions next
+    due: int = 1  # number of the step that computes precisions and dampings next
     # Prior precision of each weight per example, in the unit of the loss.
     precisions: tuple[float, ...] = ()
     # Damping of the block of each weight by noise, relative to its mean eigenvalue.

@@ -30,10 +30,7 @@ from kfac_engine.training.adaptive_lengths import (
     adaptive_lengths,
 )
 from kfac_engine.training.checkpoint import COUNTER, Number, Numbers, SavedState, saved
-from kfac_engine.training.curvature_updates import (
-    CurvatureUpdates,
-    PartialBatch,
-)
+from kfac_engine.training.curvature_updates import CurvatureUpdates, PartialBatch
 from kfac_engine.training.damping_adaptation import DampingAdaptation
 from kfac_engine.training.evidence import Evidence, ShrinkageByEvidence, shrinkage_by_evidence
 from kfac_engine.training.gauss_newton import FOLLOWS, MOMENTUM, GaussNewtonUpdate
@@ -350,7 +347,7 @@ class KfacOptimizer(Optimizer):
             bound = None
         if self.engine.damping is not self._of_engine:  # another optimizer has set it
             self.damping = self._damping
-        self._damp(basis.evidence)
+        self._damp(basis.evidence, undo)
         powers, backend = features.sums, self.engine.collection.backend
         facts = BatchFacts(
             basis.loss,
@@ -386,11 +383,16 @@ class KfacOptimizer(Optimizer):
         )
         return Proposal(move.values, step.new_slots, report)
 
-    def _damp(self, evidence: Evidence) -> None:
+    def _damp(self, evidence: Evidence, undo: Undo) -> None:
         """Set the damping of blocks whose noise has been measured."""
         if self._rule is self._given and any(evidence.dampings):
-            damping = self._shrinkage.damping(self._damping, evidence)
-            if getattr(self._of_engine, "more", None) != damping.more:
+            damping, before = self._shrinkage.damping(self._damping, evidence), self._of_engine
+
+            def restore() -> None:
+                self._of_engine = self.engine.damping = before
+
+            if getattr(before, "more", None) != damping.more:
+                undo.add(restore)
                 self._of_engine = self.engine.damping = damping
 
     def _add_penalties(self, gradients: dict[str, Array], values: Vector, basis: Basis) -> bool:
@@ -464,7 +466,8 @@ class KfacOptimizer(Optimizer):
         undo: Undo,
     ) -> Basis:
         """Return what a step is computed from, and follow the rule that suits its batch."""
-        _, _, seen, repeated, _, evidence = self._basis
+        basis = self._basis
+        seen, repeated, evidence = basis.seen, basis.repeated, basis.evidence
         if self.counts_examples or self._exact:
             drawn = self._fingerprints(batch)
         if self.counts_examples:

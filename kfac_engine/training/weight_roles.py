@@ -126,7 +126,7 @@ def _scaled(engine: Engine, node: Node) -> tuple[str, float]:
     """
     constants = model_of(engine).graph.constants
     rest = [operand for operand in node.inputs if operand not in constants]
-    if node.op not in _SCALES or len(rest) != 1:
+    if node.op not in _SCALES or len(rest) != 1 or (node.op == "Div" and rest[0] != node.inputs[0]):
         return "", 1.0
     fixed = [n for n in node.inputs if n in constants and n not in engine.parameters]
     if node.op in RELAYS or not fixed:

@@ -80,6 +80,21 @@ def test_noise_damps_each_block_beside_the_given_damping():
     assert not any(given._basis.evidence.dampings)
 
 
+def test_a_skipped_step_keeps_the_damping_of_the_blocks(monkeypatch):
+    optimizer = trained(ke.KfacOptimizer(engine_of(), non_finite="skip"), 1)
+    (x, y, *_), before = table(1.0), optimizer.engine.damping
+
+    def fail(*_):
+        raise ke.errors.NonFiniteError("an update")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(optimizer._given.update), "begin", fail)
+        assert optimizer.step(x[:BATCH], y[:BATCH]).skipped
+    assert optimizer.engine.damping is before
+    optimizer.step(x[:BATCH], y[:BATCH])  # the first step that measures the noise
+    assert min(optimizer.engine.damping.more.values()) > 0
+
+
 @pytest.mark.parametrize("of_weight", [0.0, 1e-12])
 def test_weights_of_zero_have_a_finite_damping(of_weight):
     engine = engine_of()

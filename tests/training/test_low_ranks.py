@@ -77,3 +77,10 @@ def test_other_matrices_move_by_the_root_of_their_outputs():
         for name, size in {"first": outputs, "second": OUTPUTS}.items():
             length = 0.03 * np.sqrt(size)
             assert np.linalg.norm(found[name]) == pytest.approx(length, rel=1e-3)
+
+
+def test_a_constant_that_is_divided_by_values_is_no_factor():
+    model = written(f"n,{WIDE} -> n,{OUTPUTS}", SHAPES, nodes("scaled = Div(factor, low)"))
+    engine = ke.Engine.from_onnx(model, loss="normal", trainable=["first", "second"])
+    roots = ke.KfacOptimizer(engine)._given.update.roots
+    assert roots == pytest.approx({"first": np.sqrt(RANK), "second": np.sqrt(OUTPUTS)})
