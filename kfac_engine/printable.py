@@ -29,7 +29,7 @@ def shortened(text: str, most: int) -> str:
 
 
 def quoted(names: Iterable[str], most: int | None = None) -> str:
-    """Return names in quotes for a message: the first ``most``, and the number of the others."""
+    """Return the first ``most`` names in quotes, and how many more there are, for a message."""
     shown = [f"'{name}'" for name in names]
     more = len(shown) - (most or len(shown))
     return ", ".join(shown[:most]) + (f" and {more} more" if more > 0 else "")

@@ -403,7 +403,7 @@ def _numbers(
 
 
 def _copy(graph: Graph, name: str, axes: Mapping[str, int]) -> _Copy:
-    """Name the network's values at the set of points ``name``.
+    """Return new names for the network's values at the set of points ``name``.
 
     Inputs without an example axis in ``axes`` keep their names.
     """

@@ -203,8 +203,8 @@ class AdaptiveLengthUpdate(Update):
     All updates together are multiplied by ``min(1, M |loss| / (10 F))``, where the loss falls by
     ``F = Σ α ⟨g', p⟩`` at their start, with the step sizes α. M is the number of rows of the batch
     in the layer with the fewest, such as that of the predictions. Each adds a tenth of the loss to
-    the predicted fall at most. A deep network could otherwise fit the few targets of a batch by one
-    step, and lose what it predicts of others.
+    the predicted fall at most. F contains the penalties, the loss does not. A deep network
+    could otherwise fit the few targets of a batch by one step, and lose what it predicts of others.
 
     The updates of several matrices may each be short enough, and together far too long. Where the
     loss rises along the last updates by more than itself, and by more than three times the fall
@@ -230,7 +230,7 @@ class AdaptiveLengthUpdate(Update):
     precondition: Callable[[Vector], dict[str, Array]]
     units: Units  # the division of the parameters; its weights are the matrices
     together: "Together"  # the parameters and units that are updated in one call
-    # √outputs of the matrices of each weight, or 0.8 √(√(inputs outputs) / s): see ``adapters``.
+    # √outputs of the matrices of each weight, or 0.8 √(√(inputs outputs) / |s|): see ``adapters``.
     roots: Mapping[str, float]
     sides: Mapping[str, int]  # smaller side of the matrices of each weight
     equal: Collection[str]  # the weights whose singular values may become equal

@@ -1,4 +1,4 @@
-"""Shrinks and damps each weight that reads a table according to the evidence of the examples.
+"""Sets the decay and the damping of a table's weights by the noise of the examples.
 
 A network that sees the same examples again and again fits their noise. The prior precision of a
 weight with the largest evidence is MacKay's fixed point. The curvature of K-FAC yields it at the
@@ -79,11 +79,11 @@ class ShrinkageByEvidence:
 
     γ is the number of parameters that the examples determine. T is the noise: for squared errors
     their mean, at most that of the mean target, relative to the variance of the loss, and 1 for
-    classes. In a network that has fitted
-    noise, the product of a weight and its gradient on new examples is larger than on the examples
-    of the training, by about T γ / N. The term adds as much. r is the residual
-    (``Residuals.size``), an average over about twenty steps. It weakens the term where little noise
-    is left, because a run ends long before the minimum, which the evidence assumes.
+    classes. In a network that has fitted noise, the product of a weight and its gradient on new
+    examples is larger than on the examples of the training, by about T γ / N. The term adds as
+    much. r is the residual (``Residuals.size``), an average over about twenty steps. It weakens the
+    term where little noise is left, because a run ends long before the minimum, which the evidence
+    assumes.
 
     With ``damps``, the relative damping ε of the block becomes ``ε + r λ / mean(h)`` with ::
 

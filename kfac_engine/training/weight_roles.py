@@ -62,9 +62,9 @@ def widths_of(engine: Engine, blocks: Mapping[str, FisherBlock]) -> dict[str, fl
 
 
 def joined_by_blocks(engine: Engine, units: Units) -> dict[str, int]:
-    """Return the number of the group of each weight, and of each parameter with weights.
+    """Return a group number for each weight, and for each parameter that contains weights.
 
-    Parameters that blocks join are one group.
+    Parameters that share a block of the Fisher matrix are in one group.
     """
     pieces = {n: ps for n, ps in engine.pieces.items() if any(p.kind not in BY_ADAM for p in ps)}
     owners = {piece.weight or piece.part.name: n for n, ps in pieces.items() for piece in ps}

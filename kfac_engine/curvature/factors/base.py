@@ -382,7 +382,7 @@ class FisherFactor(ABC):
         return array.astype(np.result_type(array.dtype, self.narrowest), copy=False)
 
     def prepare(self, values: Values) -> None:
-        """Prepare to measure the first batch, given all its sources. Default: do nothing."""
+        """Prepare for the first batch, whose tensors are ``values``. Default: do nothing."""
         del values
 
     def set_rows(self, rows: RowRange | None) -> None:
