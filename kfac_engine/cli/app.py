@@ -1,7 +1,7 @@
 """Runs the commands, and turns a failure into one line on stderr and an exit status."""
 
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 
 import click
 
@@ -39,56 +39,26 @@ class Program(click.Group):
     """The group of the commands."""
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the commands with their whole texts, in the order of ``COMMANDS``."""
+        """Write the commands with their whole texts, in the order in which they are added."""
         del ctx
         with formatter.section("Commands"):
             formatter.write_dl([(name, entry.help or "") for name, entry in self.commands.items()])
 
 
-@click.group(
-    cls=Program,
+_PROGRAM = Program(
+    "kfac-engine",
     help="K-FAC natural gradients for any ONNX model.",
-    invoke_without_command=True,
     params=[debug_option],
     context_settings={"help_option_names": ["-h", "--help"]},
     epilog="'kfac-engine COMMAND --help' shows the options of a command and an example.",
-)
-@click.version_option(__version__, prog_name="kfac-engine")
-@click.pass_context
-def app(context: click.Context) -> None:
-    """K-FAC natural gradients for any ONNX model."""
-    if context.invoked_subcommand is None:
-        click.echo(context.get_help())
-
-
-# The commands with their texts, which are not docstrings, because ``python -OO`` removes these.
-COMMANDS: Mapping[click.Command, str] = {
-    demo: "Train a small CNN on digits with K-FAC, Muon, Adam and SGD.",
-    train: "Train a model, and write it with its new weights.\n\n"
-    "Of several processes that mpirun starts, each trains on its share of every batch.",
-    run_precondition: "Write the gradients of a batch and the preconditioned gradients.",
-    inspect: "Show the layer, block, factors and costs of each parameter.",
-    run_replace_head: "Write a model whose last dense layer has new weights, for other classes.",
-    run_add_adapters: "Write a model with low-rank updates of its layers, to be trained.",
-    run_merge_adapters: "Write a model whose weights contain its adapters.",
-    run_save_adapter: "Write the adapters of a model as a file that ONNX Runtime loads.",
-    run_differentiate: "Write the gradient of a model as a plain ONNX model.",
-    run_derivatives: "Write derivatives of a model with respect to an input as a plain ONNX model.",
-    run_export_training: "Write the training step of a model as plain ONNX files.",
-    run_report: "Write a page with the charts and tables of a training run.",
-    run_verify: "Check gradients, curvature, inverses and export against definitions.",
-    run_curvature: "Measure the Fisher matrix of a model on a data set, and store it.",
-    laplace: "Predict with the uncertainty of the parameters, by a Laplace approximation.",
-    influence: "Score the examples of the training data for queries, or for themselves.",
-    run_saliency: "Write the rise of the loss for each weight that becomes zero.",
-    run_prune: "Write a model whose weights of small saliency are zero.",
-    run_merge: "Write the mean of models of one architecture, weighted by their Fisher matrices.",
-    bench: "Measure the time and the memory of each operation, of whole steps, and of training.",
-    doctor: "Show versions, libraries, threads, the GPU and the selected backend.",
-}
-for entry, text in COMMANDS.items():
-    entry.help = text
-    app.add_command(entry)
+    commands=(
+        demo, train, run_precondition, inspect, run_replace_head, run_add_adapters,
+        run_merge_adapters, run_save_adapter, run_differentiate, run_derivatives,
+        run_export_training, run_report, run_verify, run_curvature, laplace, influence,
+        run_saliency, run_prune, run_merge, bench, doctor,
+    ),
+)  # fmt: skip
+app = click.version_option(__version__, prog_name="kfac-engine")(_PROGRAM)
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -107,7 +77,10 @@ def run(arguments: Sequence[str]) -> int:
         invocation = Invocation(interruption=interruption)
         try:
             status = app.main(
-                list(arguments), prog_name="kfac-engine", standalone_mode=False, obj=invocation
+                list(arguments) or ["--help"],
+                prog_name="kfac-engine",
+                standalone_mode=False,
+                obj=invocation,
             )
         except (Exception, KeyboardInterrupt, SignalReceived) as error:  # all failures end here
             status = _report(error, invocation)
@@ -117,43 +90,52 @@ def run(arguments: Sequence[str]) -> int:
 
 def _report(error: BaseException, invocation: Invocation) -> int:
     """Print an error on stderr, once if several processes have it; return the exit status."""
-    status, message = invocation.interruption.explanation or _explain(error, invocation)
-    if not launched_by_mpi():
-        _print(error, message, invocation)
+    status, message = invocation.interruption.explanation or _explain(error, invocation.command)
+    common = _is_of_all_processes(error, invocation)
+    if common and launched_by_mpi() and rank_in_job() > 0:
         return status
-    rank = rank_in_job()
-    # A signal reaches all processes: each of them ends by itself, and may first store its state.
-    if invocation.interruption.received is not None or _is_of_all_processes(error):
-        if rank == 0:
-            _print(error, message, invocation)
-        return status
-    _print(error, f"rank {rank}: {message}", invocation)
-    end_job(status)
+    if invocation.debug:
+        for line in "".join(traceback.format_exception(error)).splitlines():
+            click.echo(printable(line), err=True)
+    tell("error", one_line(message if common else f"rank {rank_in_job()}: {message}"))
+    if not common:
+        end_job(status)
     return status
 
 
-def _is_of_all_processes(error: BaseException) -> bool:
-    """Return whether each process of a job has this error."""
-    if isinstance(error, click.UsageError):  # all of them have the same command line
+def _is_of_all_processes(error: BaseException, invocation: Invocation) -> bool:
+    # A signal reaches all processes: each of them ends by itself, and may first store its state.
+    # All of them have the same command line.
+    signaled = invocation.interruption.received is not None
+    if not launched_by_mpi() or signaled or isinstance(error, click.UsageError):
         return True
     from kfac_engine.distributed.agreement import raised_by_all_ranks
 
     return raised_by_all_ranks(error)
 
 
-def _print(error: BaseException, message: str, invocation: Invocation) -> None:
-    if invocation.debug:
-        for line in "".join(traceback.format_exception(error)).splitlines():
-            click.echo(printable(line), err=True)
-    tell("error", one_line(message))
-
-
-def _explain(error: BaseException, invocation: Invocation) -> tuple[int, str]:
-    if isinstance(error, KfacError):
-        return WRONG_INPUT, _with_flag(error, invocation.command)
-    for kind, status, describe in _EXPLANATIONS:
-        if isinstance(error, kind):
-            return status, describe(error)
+def _explain(error: BaseException, command: click.Command | None) -> tuple[int, str]:
+    """Return the exit status and the message of an error."""
+    match error:
+        case KfacError():
+            return WRONG_INPUT, _with_flag(error, command)
+        case click.UsageError():
+            path = error.ctx.command_path if error.ctx else "kfac-engine"
+            return WRONG_INPUT, f"{error.format_message()} See '{path} --help'."
+        case click.ClickException():
+            return WRONG_INPUT, error.format_message()
+        case click.Abort() | KeyboardInterrupt():
+            return INTERRUPTED, "interrupted."
+        case OSError() if error.filename:
+            return WRONG_INPUT, f"cannot use '{error.filename}': {error.strerror}."
+        case OSError():
+            return WRONG_INPUT, str(error)
+        case MemoryError():
+            detail = f" ({error})" if str(error) else ""
+            return WRONG_INPUT, (
+                f"out of memory{detail}; 'kfac-engine inspect' shows the memory of each part: a "
+                "smaller batch reduces activations, --approx KIND=diagonal reduces factors."
+            )
     return BUG, (
         f"internal error, {type(error).__name__}: {str(error).rstrip('.')}. This is a bug: please "
         "report it with the output of the same command and --debug."
@@ -167,31 +149,3 @@ def _with_flag(error: KfacError, command: click.Command | None) -> str:
         if option.name == name and message.startswith(name):
             return max(option.opts, key=len) + message.removeprefix(name)
     return message
-
-
-def _describe_usage(error: click.UsageError) -> str:
-    path = error.ctx.command_path if error.ctx else "kfac-engine"
-    return f"{error.format_message()} See '{path} --help'."
-
-
-def _describe_os_error(error: OSError) -> str:
-    return f"cannot use '{error.filename}': {error.strerror}." if error.filename else str(error)
-
-
-def _describe_memory(error: MemoryError) -> str:
-    detail = f" ({error})" if str(error) else ""
-    return (
-        f"out of memory{detail}; 'kfac-engine inspect' shows the memory of each part: a smaller "
-        "batch reduces activations, --approx KIND=diagonal reduces factors."
-    )
-
-
-# The first matching row explains an exception.
-_EXPLANATIONS: tuple[tuple[type[BaseException], int, Callable[..., str]], ...] = (
-    (click.UsageError, WRONG_INPUT, _describe_usage),
-    (click.ClickException, WRONG_INPUT, click.ClickException.format_message),
-    (click.Abort, INTERRUPTED, lambda error: "interrupted."),
-    (KeyboardInterrupt, INTERRUPTED, lambda error: "interrupted."),
-    (OSError, WRONG_INPUT, _describe_os_error),
-    (MemoryError, WRONG_INPUT, _describe_memory),
-)

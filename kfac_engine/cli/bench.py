@@ -59,6 +59,7 @@ _OPTIONS = (
 
 
 @command(
+    "Measure the time and the memory of each operation, of whole steps, and of training.",
     "kfac-engine bench --suite inverse --repeats 2 --json results.json",
     Group.MEASUREMENTS.option(
         "--suite", multiple=True, metavar="NAME",
@@ -101,7 +102,6 @@ _OPTIONS = (
     training=_OPTIONS,
 )  # fmt: skip
 def bench(suite: tuple[str, ...], json_path: Path | None, compare: str, **options: Any) -> None:
-    """Measure the time and the memory of each operation, of whole steps, and of training."""
     from kfac_engine.bench.run import Options, run_suites
     from kfac_engine.bench.training.suite import TrainingOptions
 

@@ -1,8 +1,6 @@
 """Defines commands with groups of options, and with an example at the end of their help."""
 
-import functools
-import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from importlib import import_module
@@ -21,14 +19,8 @@ from kfac_engine.system.writing import checked_path
 class _FilePath(click.Path):
     """The type of a path; paths with a zero byte or a lone surrogate are refused."""
 
-    def convert(
-        self,
-        value: str | os.PathLike[str],
-        param: click.Parameter | None,
-        ctx: click.Context | None,
-    ) -> Path:
-        """Return the path that an argument of the command line names."""
-        return checked_path(super().convert(str(checked_path(value)), param, ctx))
+    def convert(self, value: Any, param: Any, ctx: Any) -> Path:
+        return checked_path(value)
 
 
 file_path = _FilePath()
@@ -132,8 +124,10 @@ class Invocation:
     interruption: Interruption = field(default_factory=Interruption)
 
 
-def _remember_debug(context: click.Context, _: click.Parameter, value: bool) -> None:
-    context.ensure_object(Invocation).debug |= value
+def _remember(context: click.Context, _: click.Parameter, debug: bool) -> None:
+    invocation = context.ensure_object(Invocation)
+    invocation.debug |= debug
+    invocation.command = context.command
 
 
 debug_option = Group.GENERAL.option(
@@ -141,45 +135,43 @@ debug_option = Group.GENERAL.option(
     is_flag=True,
     is_eager=True,
     expose_value=False,
-    callback=_remember_debug,
+    callback=_remember,
     help="Show the traceback of an error.",
 )
 
 
 def command(
+    text: str,
     example: str,
     *parameters: click.Argument | Option,
-    options: Iterable[Option] = (),
-    **gathered: Iterable[Option],
+    options: Sequence[Option] = (),
+    **gathered: Sequence[Option],
 ) -> Callable[[Callable[..., Any]], "Command"]:
     """Return the decorator of a command, which the example names.
 
     Args:
+        text: What the command does; not a docstring, because ``python -OO`` removes these.
         example: A command line, with a backslash at the end of each line but the last.
         parameters: Arguments and options that the function receives each by its name.
         options: Options that it receives as a dictionary ``options``. Each has the name of the
             keyword argument of the library that receives its value.
         gathered: Options that it receives as one object, with an attribute for each option.
     """
-    keywords, objects = list(options), {key: list(several) for key, several in gathered.items()}
 
     def decorate(function: Callable[..., Any]) -> Command:
-        @functools.wraps(function)
         def call(**values: Any) -> Any:
-            def taken(several: Iterable[Option]) -> dict[str, Any]:
+            def taken(several: Sequence[Option]) -> dict[str, Any]:
                 return {str(option.name): values.pop(str(option.name)) for option in several}
 
-            arguments: dict[str, Any] = {k: SimpleNamespace(**taken(o)) for k, o in objects.items()}
-            return function(
-                **arguments, **({"options": taken(keywords)} if keywords else {}), **values
-            )
+            objects = {key: SimpleNamespace(**taken(group)) for key, group in gathered.items()}
+            keywords = {"options": taken(options)} if options else {}
+            return function(**objects, **keywords, **values)
 
-        places = [p for p in parameters if isinstance(p, click.Argument)]
-        alone = [p for p in parameters if isinstance(p, Option)]
         return Command(
             example.split()[1],
             callback=call,
-            params=[*places, *chain(*objects.values()), *alone, *keywords, debug_option],
+            help=text,
+            params=[*chain(*gathered.values()), *parameters, *options, debug_option],
             example=example,
         )
 
@@ -192,12 +184,6 @@ class Command(click.Command):
     def __init__(self, *args: Any, example: str, **settings: Any) -> None:
         super().__init__(*args, **settings)
         self.example = example
-
-    def invoke(self, ctx: click.Context) -> Any:
-        """Run the command, whose options messages name."""
-        if ctx.obj is not None:
-            ctx.obj.command = self
-        return super().invoke(ctx)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the options below the headings of their groups."""

@@ -52,6 +52,7 @@ _FORM = (
 
 
 @command(
+    "Measure the Fisher matrix of a model on a data set, and store it.",
     "kfac-engine curvature mlp.onnx --inputs images.npy --targets labels.npy \\\n"
     "  --structure ekfac -o mlp.curvature.safetensors",
     MODEL,
@@ -67,7 +68,6 @@ def run_curvature(
     form: SimpleNamespace,
     options: dict[str, Any],
 ) -> None:
-    """Measure the Fisher matrix of a model on a data set, and store it."""
     from kfac_engine.cli.files import check_files
     from kfac_engine.cli.spectra import check_picture
 

@@ -34,6 +34,7 @@ BATCH_SIZE, HELD_OUT, EVALUATE_EVERY, MANY = 128, 360, 5, 1_000_000
 
 
 @command(
+    "Train a small CNN on digits with K-FAC, Muon, Adam and SGD.",
     "kfac-engine demo --seconds 0.1 --seeds 1",
     Group.LENGTH.option(
         "--seconds", type=click.FloatRange(0.01, 60), default=0.8, help="CPU seconds of each run."
@@ -44,7 +45,6 @@ BATCH_SIZE, HELD_OUT, EVALUATE_EVERY, MANY = 128, 360, 5, 1_000_000
     Group.OUTPUT.file("--out", default=Path("demo-output"), help="Folder of the picture."),
 )  # fmt: skip
 def demo(seconds: float, seeds: int, out: Path) -> None:
-    """Train a small CNN on digits with K-FAC, Muon, Adam and SGD."""
     import kfac_engine as ke
     from kfac_engine.data import demo_model, digits
 

@@ -35,9 +35,12 @@ _THREAD_VARIABLES = (
 _OLD_KERNELS = ("Prescott", "Nehalem", "Core2", "Penryn", "Dunnington", "Atom", "Sandybridge")
 
 
-@command("kfac-engine doctor", json_option)
+@command(
+    "Show versions, libraries, threads, the GPU and the selected backend.",
+    "kfac-engine doctor",
+    json_option,
+)
 def doctor(as_json: bool) -> None:
-    """Show versions, libraries, threads, the GPU and the selected backend."""
     report = examine()
     if as_json:
         print_json(report)

@@ -26,10 +26,13 @@ _HEAD = (
 
 
 @command(
-    "kfac-engine replace-head mlp.onnx --classes 5 -o new.onnx", MODEL, model_option, options=_HEAD
+    "Write a model whose last dense layer has new weights, for other classes.",
+    "kfac-engine replace-head mlp.onnx --classes 5 -o new.onnx",
+    MODEL,
+    model_option,
+    options=_HEAD,
 )
 def run_replace_head(model: Path, options: dict[str, Any], out: Path) -> None:
-    """Write a model whose last dense layer has new weights, for other classes."""
     import kfac_engine as ke
     from kfac_engine.cli.files import check_files, with_weights
 
@@ -51,13 +54,13 @@ _ADAPTERS = (
 
 
 @command(
+    "Write a model with low-rank updates of its layers, to be trained.",
     "kfac-engine add-adapters mlp.onnx --rank 4 -o adapted.onnx",
     MODEL,
     model_option,
     options=_ADAPTERS,
 )
 def run_add_adapters(model: Path, options: dict[str, Any], out: Path) -> None:
-    """Write a model with low-rank updates of its layers, to be trained."""
     import kfac_engine as ke
     from kfac_engine.cli.files import check_files, with_weights
 
@@ -69,6 +72,7 @@ def run_add_adapters(model: Path, options: dict[str, Any], out: Path) -> None:
 
 
 @command(
+    "Write a model whose weights contain its adapters.",
     "kfac-engine merge-adapters adapted.onnx -o merged.onnx",
     MODEL,
     Group.DATA.file(
@@ -77,7 +81,6 @@ def run_add_adapters(model: Path, options: dict[str, Any], out: Path) -> None:
     model_option,
 )
 def run_merge_adapters(model: Path, adapter: Path | None, out: Path) -> None:
-    """Write a model whose weights contain its adapters."""
     import kfac_engine as ke
     from kfac_engine.cli.files import check_files, with_weights
 
@@ -90,12 +93,12 @@ def run_merge_adapters(model: Path, adapter: Path | None, out: Path) -> None:
 
 
 @command(
+    "Write the adapters of a model as a file that ONNX Runtime loads.",
     "kfac-engine save-adapter adapted.onnx -o task.onnx_adapter",
     MODEL,
     Group.OUTPUT.file("-o", "--out", required=True, help="File for ONNX Runtime (.onnx_adapter)."),
 )
 def run_save_adapter(model: Path, out: Path) -> None:
-    """Write the adapters of a model as a file that ONNX Runtime loads."""
     import kfac_engine as ke
     from kfac_engine.cli.files import check_files
 

@@ -55,6 +55,7 @@ _OPTIONS = (
 
 
 @command(
+    "Write the training step of a model as plain ONNX files.",
     "kfac-engine export-training mlp.onnx --optimizer kfac -o train",
     MODEL,
     sample_option,
@@ -66,7 +67,6 @@ _OPTIONS = (
 def run_export_training(
     model: Path, options: dict[str, Any], inputs: Path | None, target: Path
 ) -> None:
-    """Write the training step of a model as plain ONNX files."""
     import kfac_engine as ke
     from kfac_engine.cli.files import read_inputs
 
@@ -109,6 +109,7 @@ _GRADIENT_OPTIONS = (
 
 
 @command(
+    "Write the gradient of a model as a plain ONNX model.",
     "kfac-engine differentiate mlp.onnx --loss cross_entropy -o gradient.onnx",
     MODEL,
     sample_option,
@@ -118,7 +119,6 @@ _GRADIENT_OPTIONS = (
 def run_differentiate(
     model: Path, options: dict[str, Any], inputs: Path | None, target: Path
 ) -> None:
-    """Write the gradient of a model as a plain ONNX model."""
     import kfac_engine as ke
     from kfac_engine.cli.files import check_files, read_inputs, with_weights
 
@@ -160,6 +160,7 @@ _KINDS = (
 
 
 @command(
+    "Write derivatives of a model with respect to an input as a plain ONNX model.",
     "kfac-engine derivatives mlp.onnx --wrt image --jacobian -o jacobian.onnx",
     MODEL,
     Group.MODEL.option(
@@ -173,7 +174,6 @@ _KINDS = (
 def run_derivatives(
     model: Path, wrt: str, options: dict[str, Any], inputs: Path | None, target: Path
 ) -> None:
-    """Write derivatives with respect to an input as a plain ONNX model."""
     import kfac_engine as ke
     from kfac_engine.cli.files import check_files, read_inputs, with_weights
 

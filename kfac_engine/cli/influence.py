@@ -40,6 +40,7 @@ _FILES = (
 
 
 @command(
+    "Score the examples of the training data for queries, or for themselves.",
     "kfac-engine influence mlp.onnx --curvature mlp.curvature.safetensors \\\n"
     "  --inputs images.npy --targets labels.npy \\\n"
     "  --queries queries.npy --query-targets answers.npy -o scores.npz",
@@ -59,7 +60,6 @@ def influence(
     damping: float | None,
     as_json: bool,
 ) -> None:
-    """Score the examples of the training data for queries, or for themselves."""
     import kfac_engine as ke
     from kfac_engine.cli.files import check_files, file_batches, read_data, write_npz
     from kfac_engine.system.arrays import map_arrays

@@ -38,6 +38,7 @@ _MOST_ALIKE = 3
 
 
 @command(
+    "Show the layer, block, factors and costs of each parameter.",
     "kfac-engine inspect mlp.onnx --batch-size 128",
     MODEL,
     Group.MODEL.count(
@@ -60,7 +61,6 @@ def inspect(
     options: dict[str, Any],
     as_json: bool,
 ) -> None:
-    """Show the layer, block, factors and costs of each parameter."""
     import kfac_engine as ke
     from kfac_engine.cli.files import read_inputs
 

@@ -60,6 +60,7 @@ _POSTERIOR = (
 
 
 @command(
+    "Predict with the uncertainty of the parameters, by a Laplace approximation.",
     "kfac-engine laplace mlp.onnx --curvature mlp.curvature.safetensors \\\n"
     "  --inputs queries.npy -o predictive.npz",
     MODEL,
@@ -68,7 +69,6 @@ _POSTERIOR = (
     prior=_POSTERIOR,
 )
 def laplace(model: Path, files: SimpleNamespace, prior: SimpleNamespace, as_json: bool) -> None:
-    """Predict with the uncertainty of the parameters, by a Laplace approximation."""
     from kfac_engine.cli.files import check_files, read_data, with_weights, write_npz
     from kfac_engine.system.arrays import map_arrays
 

@@ -22,6 +22,7 @@ _MOST_NAMES = 5
 
 
 @command(
+    "Write the mean of models of one architecture, weighted by their Fisher matrices.",
     "kfac-engine merge mlp.onnx other.onnx --curvature mlp.curvature.safetensors \\\n"
     "  --curvature other.curvature.safetensors -o merged.onnx",
     click.Argument(["models"], type=file_path, nargs=-1, required=True),
@@ -44,7 +45,6 @@ def run_merge(
     out: Path,
     as_json: bool,
 ) -> None:
-    """Write the mean of models of one architecture, weighted by their Fisher matrices."""
     import kfac_engine as ke
     from kfac_engine.cli.files import check_files, with_weights
 

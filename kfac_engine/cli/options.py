@@ -1,10 +1,9 @@
 """Defines options that several commands share, and options for several processes."""
 
 import ast
-import os
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -185,16 +184,8 @@ def divided_among_processes(options: dict[str, Any]) -> Iterator[None]:
 
     communicator = over_mpi()
     options |= {"communicator": communicator, "distribution": distribution or "replicate"}
-    silence = _silent() if communicator.rank else nullcontext()
-    with Agreement(communicator).operation("command"), silence:
-        yield
-
-
-@contextmanager
-def _silent() -> Iterator[None]:
-    with (
-        Path(os.devnull).open("w", encoding="utf-8") as nowhere,
-        redirect_stdout(nowhere),
-        redirect_stderr(nowhere),
-    ):
+    with Agreement(communicator).operation("command"), ExitStack() as silence:
+        if communicator.rank:
+            silence.enter_context(redirect_stdout(None))
+            silence.enter_context(redirect_stderr(None))
         yield

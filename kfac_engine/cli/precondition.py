@@ -51,6 +51,7 @@ Norms: TypeAlias = tuple[str, tuple[int, ...], float, float]
 
 
 @command(
+    "Write the gradients of a batch and the preconditioned gradients.",
     "kfac-engine precondition mlp.onnx --inputs images.npy \\\n"
     "  --targets labels.npy -o gradients.safetensors",
     MODEL,
@@ -70,7 +71,6 @@ def run_precondition(
     options: dict[str, Any],
     as_json: bool,
 ) -> None:
-    """Write the gradients of a batch and the preconditioned gradients."""
     import kfac_engine as ke
     from kfac_engine.cli import files as reading
     from kfac_engine.datasets.forms import whole_batch

@@ -40,6 +40,7 @@ damping_option = Group.PRUNING.option(
 
 
 @command(
+    "Write the rise of the loss for each weight that becomes zero.",
     "kfac-engine saliency mlp.onnx --curvature mlp.curvature.safetensors \\\n"
     "  --method obd -o saliency.safetensors",
     MODEL,
@@ -59,7 +60,6 @@ def run_saliency(
     out: Path,
     as_json: bool,
 ) -> None:
-    """Write the rise of the loss for each weight that becomes zero."""
     import kfac_engine as ke
     from kfac_engine.cli.files import check_files
     from kfac_engine.system.state_files import write_tensors
@@ -117,6 +117,7 @@ _SELECTION = (
 
 
 @command(
+    "Write a model whose weights of small saliency are zero.",
     "kfac-engine prune mlp.onnx --curvature mlp.curvature.safetensors \\\n"
     "  --sparsity 0.5 -o pruned.onnx",
     MODEL,
@@ -134,7 +135,6 @@ def run_prune(
     out: Path,
     as_json: bool,
 ) -> None:
-    """Write a model whose weights of small saliency are zero."""
     import kfac_engine as ke
     from kfac_engine.cli.files import check_files, with_weights
 

@@ -1,7 +1,7 @@
 """``train`` and ``report``: train a model, and draw the log."""
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from inspect import signature
 from math import isfinite
 from pathlib import Path
@@ -142,6 +142,8 @@ _COURSE = (
 
 
 @command(
+    "Train a model, and write it with its new weights.\n\n"
+    "Of several processes that mpirun starts, each trains on its share of every batch.",
     "kfac-engine train mlp.onnx --data digits.npz --validation 0.1 \\\n"
     "  --epochs 3 --log run.jsonl -o trained.onnx",
     MODEL,
@@ -161,51 +163,27 @@ def train(
     options: dict[str, Any],
     as_json: bool,
 ) -> None:
-    """Train a model, and write it with its new weights.
-
-    Of several processes that mpirun starts, each trains on its share of every batch.
-    """
-    with divided_among_processes(options):
-        _train(model, files, update, course, choices, options, as_json)
-
-
-def _train(
-    model: Path,
-    files: SimpleNamespace,
-    update: SimpleNamespace,
-    course: SimpleNamespace,
-    choices: SimpleNamespace,
-    options: dict[str, Any],
-    as_json: bool,
-) -> None:
     import kfac_engine as ke
     from kfac_engine.cli.files import read_sample
     from kfac_engine.engine.report import inference_notes
 
-    _check(files, model, resume=course.resume)
-    with working("preparing the model"), shown_warnings():
-        sample = read_sample(files, model, options)
-        engine = ke.Engine.from_onnx(
-            model, sample_inputs=sample, gradient_dtype="float32", **options
-        )
-        optimizer = _optimizer(engine, **vars(update))
-    for note in inference_notes(engine.passes.model):
-        tell("note", f"{printable(note)}.")
-    interruption = click.get_current_context().ensure_object(Invocation).interruption
-    callbacks = list(_callbacks(choices))
-    if files.checkpoint is not None:
-        callbacks.append(_patience(interruption))
-    try:
-        history = _fit(optimizer, files, course, options["seed"], callbacks)
-    except SignalReceived:
-        interruption.advice = _advice(files)
-        raise
-    with working("writing the model"):
-        engine.export(files.out)
-        if files.report is not None and engine.passes.agreement.rank == 0:
-            ke.report(history, files.report)
-    with report_beside(files.out):
-        _report(history, files.out, as_json)
+    with divided_among_processes(options):
+        _check(files, model, resume=course.resume)
+        with working("preparing the model"), shown_warnings():
+            sample = read_sample(files, model, options)
+            engine = ke.Engine.from_onnx(
+                model, sample_inputs=sample, gradient_dtype="float32", **options
+            )
+            optimizer = _optimizer(engine, **vars(update))
+        for note in inference_notes(engine.passes.model):
+            tell("note", f"{printable(note)}.")
+        history = _fit(optimizer, files, course, options["seed"], list(_callbacks(choices)))
+        with working("writing the model"):
+            engine.export(files.out)
+            if files.report is not None and engine.passes.agreement.rank == 0:
+                ke.report(history, files.report)
+        with report_beside(files.out):
+            _report(history, files.out, as_json)
 
 
 def _check(files: SimpleNamespace, model: Path, *, resume: bool) -> None:
@@ -253,25 +231,32 @@ def _fit(
     files: SimpleNamespace,
     course: SimpleNamespace,
     seed: int,
-    callbacks: "Sequence[Callback]",
+    callbacks: "list[Callback]",
 ) -> "ke.History":
     import kfac_engine as ke
     from kfac_engine.cli.files import data_of
 
-    with shown_warnings():
-        warnings.simplefilter("ignore", InferenceFormWarning)
-        return ke.fit(
-            optimizer.engine,
-            data_of(files),
-            optimizer=optimizer,
-            validation=files.validation,
-            callbacks=callbacks,
-            seed=seed,
-            checkpoint=files.checkpoint,
-            log=files.log,
-            progress=True,
-            **vars(course),
-        )
+    interruption = click.get_current_context().ensure_object(Invocation).interruption
+    if files.checkpoint is not None:
+        callbacks.append(_patience(interruption))
+    try:
+        with shown_warnings():
+            warnings.simplefilter("ignore", InferenceFormWarning)
+            return ke.fit(
+                optimizer.engine,
+                data_of(files),
+                optimizer=optimizer,
+                validation=files.validation,
+                callbacks=callbacks,
+                seed=seed,
+                checkpoint=files.checkpoint,
+                log=files.log,
+                progress=True,
+                **vars(course),
+            )
+    except SignalReceived:
+        interruption.advice = _advice(files)
+        raise
 
 
 def _patience(interruption: Interruption) -> "Callback":
@@ -315,12 +300,12 @@ def _report(history: "ke.History", path: Path, as_json: bool) -> None:
 
 
 @command(
+    "Write a page with the charts and tables of a training run.",
     "kfac-engine report run.jsonl -o run.html",
     click.Argument(["log"], type=file_path),
     Group.OUTPUT.file("-o", "--out", required=True, help="File of the page (.html)."),
 )
 def run_report(log: Path, out: Path) -> None:
-    """Write a page with the charts and tables of a training run."""
     import kfac_engine as ke
     from kfac_engine.system.writing import check_outputs
 

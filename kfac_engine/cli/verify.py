@@ -20,6 +20,7 @@ FAILED = 3
 
 
 @command(
+    "Check gradients, curvature, inverses and export against definitions.",
     "kfac-engine verify mlp.onnx --inputs images.npy --targets labels.npy",
     MODEL,
     Group.CHECKS.count(
@@ -40,7 +41,6 @@ def run_verify(
     options: dict[str, Any],
     as_json: bool,
 ) -> None:
-    """Check gradients, curvature, inverses and export against definitions."""
     import kfac_engine as ke
     from kfac_engine.cli.files import read_data
 
