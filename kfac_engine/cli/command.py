@@ -1,19 +1,23 @@
 """Defines commands with groups of options, and with an example at the end of their help."""
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
 from enum import Enum
 from importlib import import_module
 from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, get_args
+from typing import Any, Literal, TypeAlias, get_args
 
 import click
 from click.shell_completion import CompletionItem
 
 from kfac_engine.cli.interruption import Interruption
-from kfac_engine.system.writing import checked_path
+from kfac_engine.distributed.job import launched_by_mpi
+from kfac_engine.system.reading import exists
+from kfac_engine.system.writing import check_outputs, checked_path, is_stdout
 
 
 class _FilePath(click.Path):
@@ -25,6 +29,11 @@ class _FilePath(click.Path):
 
 file_path = _FilePath()
 MODEL = click.Argument(["model"], type=file_path)
+
+
+# What a command writes to a path: a file, a model with a second file for its weights if they are
+# large, a file that is appended to, or a folder.
+Written: TypeAlias = Literal["file", "model", "log", "folder"]
 
 
 class Group(Enum):
@@ -54,7 +63,7 @@ class Group(Enum):
         return Option(flags, group=self, **settings)
 
     def file(self, *flags: str, **settings: Any) -> "Option":
-        """Return an option whose value is a path."""
+        """Return an option whose value is a path that the command reads."""
         return self.option(*flags, type=file_path, **settings)
 
     def count(self, *flags: str, least: int = 1, **settings: Any) -> "Option":
@@ -71,6 +80,7 @@ class Option(click.Option):
         names: The values that the option accepts, for the help page and for shells, or their places
             in the package, such as ``"losses.LOSSES"``. These are imported when a page or a shell
             needs the names, because that takes time.
+        writes: What the command writes to the path that is the value; None if the command reads it.
         table: Heading and rows of a section below the group's options.
         settings: Arguments of ``click.Option``.
     """
@@ -81,10 +91,11 @@ class Option(click.Option):
         *,
         group: Group,
         names: Sequence[str] = (),
+        writes: Written | None = None,
         table: tuple[str, Callable[[], Sequence[tuple[str, str]]]] | None = None,
         **settings: Any,
     ) -> None:
-        self.group, self.table, self._sources = group, table, names
+        self.group, self.writes, self.table, self._sources = group, writes, table, names
         if settings.get("default") not in (None, "") and not settings.get("is_flag"):
             settings.setdefault("show_default", True)
         if settings.get("multiple") and "repeated" not in settings["help"]:
@@ -111,6 +122,11 @@ class Option(click.Option):
         """Return the names that begin with the typed text."""
         names = [CompletionItem(name) for name in self._names() if name.startswith(incomplete)]
         return names or super().shell_complete(ctx, incomplete)
+
+
+def output(*flags: str, writes: Written = "file", **settings: Any) -> Option:
+    """Return an option whose value is a path that the command writes."""
+    return Group.OUTPUT.file(*flags, writes=writes, **settings)
 
 
 @dataclass
@@ -164,8 +180,10 @@ def command(
                 return {str(option.name): values.pop(str(option.name)) for option in several}
 
             objects = {key: SimpleNamespace(**taken(group)) for key, group in gathered.items()}
-            keywords = {"options": taken(options)} if options else {}
-            return function(**objects, **keywords, **values)
+            chosen, context = taken(options), click.get_current_context()
+            with _divided_among_processes(chosen), _checked_files(context):
+                keywords = {"options": chosen} if options else {}
+                return function(**objects, **keywords, **values)
 
         return Command(
             example.split()[1],
@@ -176,6 +194,65 @@ def command(
         )
 
     return decorate
+
+
+@contextmanager
+def _checked_files(context: click.Context) -> Iterator[None]:
+    """Return a context in which the files that a command writes to are neither read nor unusable.
+
+    ``InputError`` is raised as by ``check_outputs``, before anything is computed. The files with a
+    model's weights are read with it. If a file is the standard output, the command prints on
+    stderr.
+    """
+    read: dict[str, list[Path]] = {}
+    written: dict[str, Path] = {}
+    logs = []
+    for option in context.command.params:
+        value, writes = context.params.get(str(option.name)), getattr(option, "writes", None)
+        name = max(option.opts, key=len) if isinstance(option, Option) else f"the {option.name}"
+        for path in value if isinstance(value, tuple) else [value]:
+            if not isinstance(path, Path) or writes == "folder":
+                continue
+            if writes is None:
+                read.setdefault(name, []).append(path)
+                continue
+            written[name] = path
+            if writes == "log":
+                logs.append(name)
+            elif writes == "model" and path.name:
+                written[f"the weights of {name}"] = path.with_name(f"{path.name}.data")
+    if any(map(exists, written.values())):
+        from kfac_engine.graph.load import external_files
+
+        for model in read.get("the model") or read.get("the models") or ():
+            read |= {f"the weights '{path.name}'": [path] for path in external_files(model)}
+    check_outputs(written, read, logs)
+    with redirect_stdout(sys.stderr) if any(map(is_stdout, written.values())) else nullcontext():
+        yield
+
+
+@contextmanager
+def _divided_among_processes(options: dict[str, Any]) -> Iterator[None]:
+    """Return a context in which a command is one of the processes of an MPI job.
+
+    An error of one process becomes an error of all. Only the first process prints. ``options`` has
+    the distribution and receives the communicator.
+    """
+    divisible = "distribution" in options
+    distribution = options.pop("distribution", None)
+    if distribution is None and not (divisible and launched_by_mpi()):
+        yield
+        return
+    from kfac_engine.distributed.agreement import Agreement
+    from kfac_engine.distributed.mpi import over_mpi
+
+    communicator = over_mpi()
+    options |= {"communicator": communicator, "distribution": distribution or "replicate"}
+    with Agreement(communicator).operation("command"), ExitStack() as silence:
+        if communicator.rank:
+            silence.enter_context(redirect_stdout(None))
+            silence.enter_context(redirect_stderr(None))
+        yield
 
 
 class Command(click.Command):

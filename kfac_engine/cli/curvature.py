@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kfac_engine.cli.command import MODEL, Group, command
+from kfac_engine.cli.command import MODEL, Group, command, output
 from kfac_engine.cli.display import (
     print_json,
     print_table,
-    report_beside,
     say,
     shown_warnings,
     working,
@@ -36,11 +35,11 @@ _FILES = (
         "--targets",
         help="Targets in a separate file, .npz or .npy. Only --fisher empirical needs "
         "targets."),
-    Group.OUTPUT.file(
+    output(
         "--plot",
         help="Picture of the eigenvalues of the blocks, next to --damping: .png, .svg, .pdf or "
         ".html. All but .html need matplotlib."),
-    Group.OUTPUT.file("-o", "--out", required=True, help="File of the curvature (.safetensors)."),
+    output("-o", "--out", required=True, help="File of the curvature (.safetensors)."),
 )  # fmt: skip
 _FORM = (
     Group.OUTPUT.option(
@@ -68,20 +67,16 @@ def run_curvature(
     form: SimpleNamespace,
     options: dict[str, Any],
 ) -> None:
-    from kfac_engine.cli.files import check_files
     from kfac_engine.cli.spectra import check_picture
 
     if files.plot is not None:
         check_picture(files.plot)
-    outputs = {"--out": files.out, "--plot": files.plot}
-    check_files(outputs, {"--inputs": files.inputs, "--targets": files.targets}, model)
     result = _measured(model, files, batch_size, options)
     with working("writing"):
         result.save(files.out)
         if files.plot is not None:
             write_spectra(files.plot, model.name, result, form.damping)
-    with report_beside(files.out):
-        print_curvature(result, path=files.out, **vars(form))
+    print_curvature(result, path=files.out, **vars(form))
 
 
 def _measured(

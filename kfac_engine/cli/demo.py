@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from kfac_engine.cli.command import Group, command
+from kfac_engine.cli.command import Group, command, output
 from kfac_engine.cli.display import print_table, progress, say, working
 from kfac_engine.cli.inspect import print_layers
 from kfac_engine.cli.precondition import norm_rows, print_norms
@@ -42,7 +42,7 @@ BATCH_SIZE, HELD_OUT, EVALUATE_EVERY, MANY = 128, 360, 5, 1_000_000
     Group.LENGTH.option(
         "--seeds", type=click.IntRange(1, 20), default=3,
         help="Number of seeds; the table has medians."),
-    Group.OUTPUT.file("--out", default=Path("demo-output"), help="Folder of the picture."),
+    output("--out", writes="folder", default=Path("demo-output"), help="Folder of the picture."),
 )  # fmt: skip
 def demo(seconds: float, seeds: int, out: Path) -> None:
     import kfac_engine as ke

@@ -4,8 +4,7 @@ import json
 import sys
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout
-from pathlib import Path
+from contextlib import AbstractContextManager, contextmanager
 from textwrap import wrap
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
@@ -82,15 +81,6 @@ def shown_warnings() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("default")
         warnings.showwarning = show
-        yield
-
-
-@contextmanager
-def report_beside(path: Path) -> Iterator[None]:
-    """Return a context that prints on stderr if ``path`` is the standard output."""
-    from kfac_engine.system.writing import is_stdout
-
-    with redirect_stdout(sys.stderr) if is_stdout(path) else nullcontext():
         yield
 
 

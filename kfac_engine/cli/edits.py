@@ -3,14 +3,14 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kfac_engine.cli.command import MODEL, Group, command
-from kfac_engine.cli.display import report_beside, say, working
+from kfac_engine.cli.command import MODEL, Group, command, output
+from kfac_engine.cli.display import say, working
 from kfac_engine.cli.options import one_or_all
 
 if TYPE_CHECKING:
     from kfac_engine.graph.write import ModelProto
 
-model_option = Group.OUTPUT.file("-o", "--out", required=True, help="The new model (.onnx).")
+model_option = output("-o", "--out", writes="model", required=True, help="The new model (.onnx).")
 
 _HEAD = (
     Group.MODEL.count("--classes", default=None, help="Number of classes of the new head."),
@@ -34,13 +34,10 @@ _HEAD = (
 )
 def run_replace_head(model: Path, options: dict[str, Any], out: Path) -> None:
     import kfac_engine as ke
-    from kfac_engine.cli.files import check_files, with_weights
 
-    check_files(with_weights("--out", out), {}, model)
     with working("replacing the head"):
         edited = ke.replace_head(model, **options, path=out)
-    with report_beside(out):
-        _report(edited, "head.", out)
+    _report(edited, "head.", out)
 
 
 _ADAPTERS = (
@@ -62,13 +59,10 @@ _ADAPTERS = (
 )
 def run_add_adapters(model: Path, options: dict[str, Any], out: Path) -> None:
     import kfac_engine as ke
-    from kfac_engine.cli.files import check_files, with_weights
 
-    check_files(with_weights("--out", out), {}, model)
     with working("adding adapters"):
         edited = ke.add_adapters(model, **options, path=out)
-    with report_beside(out):
-        _report(edited, "lora", out)
+    _report(edited, "lora", out)
 
 
 @command(
@@ -82,30 +76,24 @@ def run_add_adapters(model: Path, options: dict[str, Any], out: Path) -> None:
 )
 def run_merge_adapters(model: Path, adapter: Path | None, out: Path) -> None:
     import kfac_engine as ke
-    from kfac_engine.cli.files import check_files, with_weights
 
-    check_files(with_weights("--out", out), {"--adapter": adapter}, model)
     with working("merging"):
         source = model if adapter is None else ke.load_adapter(model, adapter)
         edited = ke.merge_adapters(source, path=out)
-    with report_beside(out):
-        _report(edited, "lora", out)
+    _report(edited, "lora", out)
 
 
 @command(
     "Write the adapters of a model as a file that ONNX Runtime loads.",
     "kfac-engine save-adapter adapted.onnx -o task.onnx_adapter",
     MODEL,
-    Group.OUTPUT.file("-o", "--out", required=True, help="File for ONNX Runtime (.onnx_adapter)."),
+    output("-o", "--out", required=True, help="File for ONNX Runtime (.onnx_adapter)."),
 )
 def run_save_adapter(model: Path, out: Path) -> None:
     import kfac_engine as ke
-    from kfac_engine.cli.files import check_files
 
-    check_files({"--out": out}, {}, model)
     ke.save_adapter(model, out)
-    with report_beside(out):
-        say(f"written to {out}")
+    say(f"written to {out}")
 
 
 def _report(edited: "ModelProto", part: str, out: Path) -> None:

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kfac_engine.cli.command import MODEL, Group, command
-from kfac_engine.cli.display import report_beside, say, shown_warnings, working
+from kfac_engine.cli.command import MODEL, Group, command, output
+from kfac_engine.cli.display import say, shown_warnings, working
 from kfac_engine.cli.engine_options import LOSSES, engine_options
 from kfac_engine.cli.options import (
     chosen_losses,
@@ -59,8 +59,12 @@ _OPTIONS = (
     "kfac-engine export-training mlp.onnx --optimizer kfac -o train",
     MODEL,
     sample_option,
-    Group.OUTPUT.file(
-        "-o", "target", required=True, help="Folder of the files, created if needed."
+    output(
+        "-o",
+        "target",
+        writes="folder",
+        required=True,
+        help="Folder of the files, created if needed.",
     ),
     options=(*_OPTIONS, *engine_options(*_NAMES)),
 )
@@ -74,8 +78,7 @@ def run_export_training(
     with working("writing the training step"), shown_warnings():
         sample = read_inputs(inputs, model)
         files = ke.export_training(model, **chosen, sample_inputs=sample, path=target)
-    with report_beside(target):
-        _report(files)
+    _report(files)
 
 
 def _report(files: "ke.TrainingFiles") -> None:
@@ -113,22 +116,19 @@ _GRADIENT_OPTIONS = (
     "kfac-engine differentiate mlp.onnx --loss cross_entropy -o gradient.onnx",
     MODEL,
     sample_option,
-    Group.OUTPUT.file("-o", "target", required=True, help="File of the result (.onnx)."),
+    output("-o", "target", writes="model", required=True, help="File of the result (.onnx)."),
     options=(*_GRADIENT_OPTIONS, *engine_options(*_OBJECTIVE)),
 )
 def run_differentiate(
     model: Path, options: dict[str, Any], inputs: Path | None, target: Path
 ) -> None:
     import kfac_engine as ke
-    from kfac_engine.cli.files import check_files, read_inputs, with_weights
-
-    check_files(with_weights("-o", target), {"--inputs": inputs}, model)
+    from kfac_engine.cli.files import read_inputs
 
     with working("differentiating the model"):
         sample = read_inputs(inputs, model)
         gradient = ke.differentiate(model, **options, sample_inputs=sample, path=target)
-    with report_beside(target):
-        _report_model(gradient, target, gradient.doc_string.splitlines())
+    _report_model(gradient, target, gradient.doc_string.splitlines())
 
 
 def _names_of_each(
@@ -168,23 +168,21 @@ _KINDS = (
         help="Name of the input x to differentiate with respect to, of the shape (n, d), and "
         "names of its features, as x=t,y; by default numbers from zero."),
     sample_option,
-    Group.OUTPUT.file("-o", "target", required=True, help="File of the result (.onnx)."),
+    output("-o", "target", writes="model", required=True, help="File of the result (.onnx)."),
     options=_KINDS,
 )  # fmt: skip
 def run_derivatives(
     model: Path, wrt: str, options: dict[str, Any], inputs: Path | None, target: Path
 ) -> None:
     import kfac_engine as ke
-    from kfac_engine.cli.files import check_files, read_inputs, with_weights
+    from kfac_engine.cli.files import read_inputs
 
-    check_files(with_weights("-o", target), {"--inputs": inputs}, model)
     with working("differentiating the model"), shown_warnings():
         sample = read_inputs(inputs, model)
         name, _, features = wrt.partition("=")
         named = {name: features.split(",")} if features else name
         result = ke.derivatives(model, named, **options, sample_inputs=sample, path=target)
-    with report_beside(target):
-        _report_model(result, target)
+    _report_model(result, target)
 
 
 def _report_model(model: "ModelProto", target: Path, notes: Sequence[str] = ()) -> None:

@@ -1,6 +1,6 @@
 """Reads the inputs, targets and data sets of commands, and writes their results."""
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from io import BytesIO
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,43 +16,17 @@ from kfac_engine.datasets.first_examples import with_first_examples
 from kfac_engine.datasets.forms import FILE_BATCH, batches_of
 from kfac_engine.engine.build import Assembly
 from kfac_engine.errors import InputError, UnknownNameError, suggestion
-from kfac_engine.graph.load import external_files, load_graph
+from kfac_engine.graph.load import load_graph
 from kfac_engine.system.arrays import read_arrays
-from kfac_engine.system.reading import exists, names_folder
+from kfac_engine.system.reading import names_folder
 from kfac_engine.system.state_files import read_tensors, write_tensors
-from kfac_engine.system.writing import check_outputs, write_file
+from kfac_engine.system.writing import write_file
 
 # Returns the arrays of a file by name, a lone array under None.
 Reader: TypeAlias = Callable[[Path], dict[str | None, Array]]
 
 GRADIENT = "gradient/"
 NATURAL_GRADIENT = "natural_gradient/"
-
-
-def check_files(
-    outputs: Mapping[str, Path | None],
-    inputs: Mapping[str, Path | Iterable[Path] | None],
-    model: Path,
-    appended: Collection[str] = (),
-) -> None:
-    """Refuse output files that are inputs or cannot be written, before anything is computed.
-
-    ``InputError`` is raised as by ``check_outputs``. The model and its external data count as
-    inputs.
-    """
-    read: dict[str, Path | Iterable[Path] | None] = {**inputs, "the model": model}
-    if any(path is not None and exists(path) for path in outputs.values()):
-        read |= {f"the weights '{path.name}'": path for path in external_files(model)}
-    check_outputs(outputs, read, appended)
-
-
-def with_weights(name: str, path: Path) -> dict[str, Path | None]:
-    """Return the files that a model is written to, for ``check_files``.
-
-    The second file receives a large model's weights. Messages call the model ``name``.
-    """
-    weights = path.with_name(f"{path.name}.data") if path.name else None
-    return {name: path, f"the weights of {name}": weights}
 
 
 def read_inputs(path: Path | None, model: Path) -> dict[str, Array] | None:

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from kfac_engine.cli.command import MODEL, Group, command
-from kfac_engine.cli.display import print_json, print_table, report_beside, say, working
+from kfac_engine.cli.command import MODEL, Group, command, output
+from kfac_engine.cli.display import print_json, print_table, say, working
 from kfac_engine.cli.options import (
     batch_option,
     curvature_option,
@@ -33,7 +33,7 @@ _FILES = (
         help="Queries, as for --inputs; without queries, each example is scored for itself."),
     Group.DATA.file(
         "--query-targets", help="Targets of the queries in a separate file, .npz or .npy."),
-    Group.OUTPUT.file(
+    output(
         "-o", "--out", required=True,
         help="File of the scores (.npz): scores (queries, examples), or self_scores (examples)."),
 )  # fmt: skip
@@ -61,19 +61,11 @@ def influence(
     as_json: bool,
 ) -> None:
     import kfac_engine as ke
-    from kfac_engine.cli.files import check_files, file_batches, read_data, write_npz
+    from kfac_engine.cli.files import file_batches, read_data, write_npz
     from kfac_engine.system.arrays import map_arrays
 
     if files.queries is None and files.query_targets is not None:
         raise InputError("--query-targets needs --queries, the inputs of the same examples.")
-    read = {
-        "--curvature": files.curvature,
-        "--inputs": files.inputs,
-        "--targets": files.targets,
-        "--queries": files.queries,
-        "--query-targets": files.query_targets,
-    }
-    check_files({"--out": files.out}, read, model)
     curvature = read_curvature(files.curvature, model, files.inputs)
     with working("decomposing"):
         scores = ke.Influence(curvature, damping)
@@ -90,8 +82,7 @@ def influence(
         name, result = "self_scores", scores.self_scores(train)
     with working("writing"):
         write_npz(files.out, {name: result})
-    with report_beside(files.out):
-        _report(name, result, files.out, as_json)
+    _report(name, result, files.out, as_json)
 
 
 def _report(name: str, scores: "Array", out: Path, as_json: bool) -> None:

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from kfac_engine.cli.command import MODEL, Group, command
+from kfac_engine.cli.command import MODEL, Group, command, output
 from kfac_engine.cli.display import (
     print_json,
     print_lines,
@@ -46,7 +46,7 @@ _MOST_ALIKE = 3
         help="Number of examples in a batch, for the peak memory; by default the number in "
         "--inputs, or 1."),
     sample_option,
-    Group.OUTPUT.file(
+    output(
         "--plot",
         help="Picture of the eigenvalues of the factors of the batch in --inputs, next to the "
         "damping: .png, .svg, .pdf or .html. All but .html need matplotlib."),
@@ -65,7 +65,7 @@ def inspect(
     from kfac_engine.cli.files import read_inputs
 
     if plot is not None:
-        _check_plot(plot, inputs, model)
+        _check_plot(plot, inputs)
     with working("preparing the model"), warnings.catch_warnings():
         warnings.simplefilter("ignore", ExportWarning)  # printed above the tables
         sample = read_inputs(inputs, model)
@@ -130,15 +130,13 @@ def _print(report: _Report, *, as_one: bool) -> None:
     print_memory(report.memory, report.batch)
 
 
-def _check_plot(plot: Path, inputs: Path | None, model: Path) -> None:
+def _check_plot(plot: Path, inputs: Path | None) -> None:
     """Refuse a picture that cannot be drawn, before anything is computed."""
-    from kfac_engine.cli.files import check_files
     from kfac_engine.cli.spectra import check_picture
 
     if inputs is None:
         raise InputError("--plot needs a batch for the statistics; give its file by --inputs.")
     check_picture(plot)
-    check_files({"--plot": plot}, {"--inputs": inputs}, model)
 
 
 def _plotted(

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from kfac_engine.cli.command import MODEL, Group, command
-from kfac_engine.cli.display import print_json, print_table, report_beside, say, working
+from kfac_engine.cli.command import MODEL, Group, command, output
+from kfac_engine.cli.display import print_json, print_table, say, working
 from kfac_engine.cli.options import curvature_option, json_option, read_curvature
 from kfac_engine.errors import InputError
 
@@ -39,10 +39,10 @@ _FILES = (
     Group.DATA.file(
         "--inputs",
         help="Queries: .npz by input name, one .npy, or a folder of shards. Needed for --out."),
-    Group.OUTPUT.file(
+    output(
         "-o", "--out", help="File of mean, variance and probabilities of the queries (.npz)."),
-    Group.OUTPUT.file(
-        "--export",
+    output(
+        "--export", writes="model",
         help="The model with one more output, the variance (.onnx), for a curvature of the last "
         "layer."),
 )  # fmt: skip
@@ -69,7 +69,7 @@ _POSTERIOR = (
     prior=_POSTERIOR,
 )
 def laplace(model: Path, files: SimpleNamespace, prior: SimpleNamespace, as_json: bool) -> None:
-    from kfac_engine.cli.files import check_files, read_data, with_weights, write_npz
+    from kfac_engine.cli.files import read_data, write_npz
     from kfac_engine.system.arrays import map_arrays
 
     if files.out is None and files.export is None:
@@ -78,10 +78,6 @@ def laplace(model: Path, files: SimpleNamespace, prior: SimpleNamespace, as_json
         raise InputError(
             "--out predicts for the queries in --inputs; give both options or neither."
         )
-    outputs = {"--out": files.out}
-    if files.export is not None:
-        outputs |= with_weights("--export", files.export)
-    check_files(outputs, {"--curvature": files.curvature, "--inputs": files.inputs}, model)
     curvature = read_curvature(files.curvature, model, files.inputs)
     with working("choosing the prior"):
         posterior = _posterior(curvature, prior)
@@ -95,8 +91,7 @@ def laplace(model: Path, files: SimpleNamespace, prior: SimpleNamespace, as_json
         with working("writing the model"):
             posterior.export(files.export)
     written = [path for path in (files.out, files.export) if path is not None]
-    with report_beside(written[0]):
-        _report(posterior, predictive, written, as_json)
+    _report(posterior, predictive, written, as_json)
 
 
 def _posterior(curvature: "ke.Curvature", options: SimpleNamespace) -> "ke.Laplace":

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from kfac_engine.cli.command import Group, command, file_path
-from kfac_engine.cli.display import print_json, print_table, report_beside, say, tell, working
+from kfac_engine.cli.command import Group, command, file_path, output
+from kfac_engine.cli.display import print_json, print_table, say, tell, working
 from kfac_engine.cli.options import json_option, read_curvature, sample_option
 from kfac_engine.errors import InputError
 from kfac_engine.printable import printable, quoted
@@ -34,7 +34,7 @@ _MOST_NAMES = 5
         "--weight", "weights", type=click.FloatRange(min=0, min_open=True), multiple=True,
         help="Weight of each model, repeated in their order; by default all are equal."),
     sample_option,
-    Group.OUTPUT.file("-o", "--out", required=True, help="The merged model (.onnx)."),
+    output("-o", "--out", writes="model", required=True, help="The merged model (.onnx)."),
     json_option,
 )  # fmt: skip
 def run_merge(
@@ -46,16 +46,12 @@ def run_merge(
     as_json: bool,
 ) -> None:
     import kfac_engine as ke
-    from kfac_engine.cli.files import check_files, with_weights
 
     if len(models) < 2 or len(curvatures) != len(models):
         raise InputError(
             f"merge needs two or more models and --curvature for each, got {len(models)} models "
             f"and {len(curvatures)} curvatures."
         )
-    read = {f"--curvature '{path}'": path for path in curvatures} | {"--inputs": inputs}
-    for model in models:
-        check_files(with_weights("--out", out), read, model)
     results = [
         read_curvature(path, model, inputs) for path, model in zip(curvatures, models, strict=True)
     ]
@@ -68,8 +64,7 @@ def run_merge(
         distances = _distances(parameters, merged)
         first.set_parameters(merged)
         first.export(out)
-    with report_beside(out):
-        _report(merged, distances, models, out, as_json)
+    _report(merged, distances, models, out, as_json)
 
 
 def _warn_of_constants(curvatures: "Sequence[ke.Curvature]") -> None:

@@ -2,8 +2,6 @@
 
 import ast
 import re
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +9,6 @@ import click
 
 from kfac_engine.cli.command import Group, Option
 from kfac_engine.cli.display import shown_warnings, working
-from kfac_engine.distributed.job import launched_by_mpi
 
 if TYPE_CHECKING:
     import kfac_engine as ke
@@ -158,34 +155,3 @@ def read_curvature(path: Path, model: Path, sample: Path | None = None) -> "ke.C
     with working("reading the curvature"), shown_warnings():
         inputs = read_inputs(sample, model)
         return ke.Curvature.load(path, model, sample_inputs=inputs)
-
-
-distribution_option = Group.MACHINE.option(
-    "--distribution",
-    type=click.Choice(("replicate", "shard")),
-    help="Division of the curvature among the processes of mpirun: each stores all inverses, "
-    "or the inverses of its layers. By default replicate.",
-)
-
-
-@contextmanager
-def divided_among_processes(options: dict[str, Any]) -> Iterator[None]:
-    """Return a context in which a command is one of the processes of an MPI job.
-
-    An error of one process becomes an error of all. Only the first process prints. ``options`` has
-    the distribution and receives the communicator.
-    """
-    distribution = options.pop("distribution")
-    if distribution is None and not launched_by_mpi():
-        yield
-        return
-    from kfac_engine.distributed.agreement import Agreement
-    from kfac_engine.distributed.mpi import over_mpi
-
-    communicator = over_mpi()
-    options |= {"communicator": communicator, "distribution": distribution or "replicate"}
-    with Agreement(communicator).operation("command"), ExitStack() as silence:
-        if communicator.rank:
-            silence.enter_context(redirect_stdout(None))
-            silence.enter_context(redirect_stderr(None))
-        yield

@@ -6,11 +6,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from kfac_engine.cli.command import MODEL, Group, command
+from kfac_engine.cli.command import MODEL, Group, command, output
 from kfac_engine.cli.display import (
     print_json,
     print_table,
-    report_beside,
     say,
     shown_warnings,
     tell,
@@ -41,8 +40,8 @@ _FILES = (
     Group.DATA.file(
         "--gradients", help="Gradients to precondition in place of the model's own (.safetensors)."
     ),
-    Group.OUTPUT.file("--state", help="Moving averages, loaded if the file exists, then saved."),
-    Group.OUTPUT.file("-o", "--out", required=True, help="File of the result (.safetensors)."),
+    output("--state", help="Moving averages, loaded if the file exists, then saved."),
+    output("-o", "--out", required=True, help="File of the result (.safetensors)."),
 )  # fmt: skip
 
 
@@ -76,8 +75,6 @@ def run_precondition(
     from kfac_engine.datasets.forms import whole_batch
     from kfac_engine.system.reading import exists
 
-    read = {"--inputs": files.inputs, "--targets": files.targets, "--gradients": files.gradients}
-    reading.check_files({"--out": files.out, "--state": files.state}, read, model)
     with working("reading"):
         inputs, data = reading.read_data(files.inputs, files.targets, model)
     with working("preparing the model"), shown_warnings():
@@ -103,8 +100,7 @@ def run_precondition(
         reading.write_result(files.out, *pair)
     if files.state is not None:
         engine.save(files.state)
-    with report_beside(files.out):
-        _report(loss, norm_rows(*pair), files.out, as_json)
+    _report(loss, norm_rows(*pair), files.out, as_json)
 
 
 def _precondition(

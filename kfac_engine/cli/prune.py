@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kfac_engine.cli.command import MODEL, Group, command
-from kfac_engine.cli.display import print_json, print_table, report_beside, say, working
+from kfac_engine.cli.command import MODEL, Group, command, output
+from kfac_engine.cli.display import print_json, print_table, say, working
 from kfac_engine.cli.options import (
     curvature_option,
     json_option,
@@ -48,7 +48,7 @@ damping_option = Group.PRUNING.option(
     sample_option,
     method_option,
     damping_option,
-    Group.OUTPUT.file("-o", "--out", required=True, help="File of the result (.safetensors)."),
+    output("-o", "--out", required=True, help="File of the result (.safetensors)."),
     json_option,
 )
 def run_saliency(
@@ -61,16 +61,13 @@ def run_saliency(
     as_json: bool,
 ) -> None:
     import kfac_engine as ke
-    from kfac_engine.cli.files import check_files
     from kfac_engine.system.state_files import write_tensors
 
-    check_files({"--out": out}, {"--curvature": curvature, "--inputs": inputs}, model)
     result = read_curvature(curvature, model, inputs)
     with working("computing saliencies"):
         scores = ke.saliency(result, method, damping)
         write_tensors(out, scores, {"method": method, "damping": repr(damping)})
-    with report_beside(out):
-        _report_scores(scores, method, out, as_json)
+    _report_scores(scores, method, out, as_json)
 
 
 def _report_scores(scores: "Mapping[str, Array]", method: str, out: Path, as_json: bool) -> None:
@@ -123,7 +120,7 @@ _SELECTION = (
     MODEL,
     curvature_option,
     sample_option,
-    Group.OUTPUT.file("-o", "--out", required=True, help="The pruned model (.onnx)."),
+    output("-o", "--out", writes="model", required=True, help="The pruned model (.onnx)."),
     json_option,
     options=_SELECTION,
 )
@@ -136,9 +133,7 @@ def run_prune(
     as_json: bool,
 ) -> None:
     import kfac_engine as ke
-    from kfac_engine.cli.files import check_files, with_weights
 
-    check_files(with_weights("--out", out), {"--curvature": curvature, "--inputs": inputs}, model)
     result = read_curvature(curvature, model, inputs)
     with working("pruning"):
         pruned = ke.prune(result, **options)
@@ -146,8 +141,7 @@ def run_prune(
     with working("writing the model"):
         result.model.set_parameters(pruned)
         result.model.export(out)
-    with report_beside(out):
-        _report(pruned, rise, options, out, as_json)
+    _report(pruned, rise, options, out, as_json)
 
 
 def _rise(curvature: "ke.Curvature", pruned: "Mapping[str, Array]") -> float:

@@ -10,20 +10,19 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kfac_engine.cli.command import MODEL, Group, Invocation, command, file_path
-from kfac_engine.cli.display import print_json, report_beside, say, shown_warnings, tell, working
+from kfac_engine.cli.command import MODEL, Group, Invocation, command, file_path, output
+from kfac_engine.cli.display import print_json, say, shown_warnings, tell, working
 from kfac_engine.cli.engine_options import engine_options
 from kfac_engine.cli.interruption import Interruption, SignalReceived
 from kfac_engine.cli.options import (
     data_sample_option,
-    distribution_option,
-    divided_among_processes,
     json_option,
     labeled_data,
     one_or_more,
 )
 from kfac_engine.errors import InferenceFormWarning, InputError
 from kfac_engine.printable import printable
+from kfac_engine.system.writing import check_outputs
 
 if TYPE_CHECKING:
     import kfac_engine as ke
@@ -77,8 +76,8 @@ _CHOICES = (
         "--average", "decay", metavar="DECAY|tail", callback=_number_or(str),
         help="Evaluate and write an average of the weights: an exponential average with a decay "
         "such as 0.99, or the mean over the last 40 % of the run."),
-    Group.OUTPUT.file(
-        "--tensorboard", metavar="DIR",
+    output(
+        "--tensorboard", writes="folder", metavar="DIR",
         help="Folder for event files of TensorBoard; needs the extra tensorboard."),
 )  # fmt: skip
 
@@ -89,11 +88,13 @@ _FILES = (
         "--validation", metavar="FILE|FRACTION", callback=_number_or(Path),
         help="Data to evaluate after each epoch, as for --data; or the fraction of --data to split "
         "off, such as 0.1."),
-    Group.CHECKPOINTS.file("--checkpoint", help="Folder for the state of the run, to resume from."),
-    Group.OUTPUT.file("--log", help="File for a line of JSON for each step."),
-    Group.OUTPUT.file("--report", help="File for a page with the charts of the run (.html)."),
+    Group.CHECKPOINTS.file(
+        "--checkpoint", writes="folder",
+        help="Folder for the state of the run, to resume from."),
+    output("--log", writes="log", help="File for a line of JSON for each step."),
+    output("--report", help="File for a page with the charts of the run (.html)."),
     data_sample_option,
-    Group.OUTPUT.file("-o", "--out", required=True, help="The trained model (.onnx)."),
+    output("-o", "--out", writes="model", required=True, help="The trained model (.onnx)."),
 )  # fmt: skip
 _UPDATE = (
     Group.OPTIMIZER.option(
@@ -141,6 +142,14 @@ _COURSE = (
 )  # fmt: skip
 
 
+_DISTRIBUTION = Group.MACHINE.option(
+    "--distribution",
+    type=click.Choice(("replicate", "shard")),
+    help="Division of the curvature among the processes of mpirun: each stores all inverses, "
+    "or the inverses of its layers. By default replicate.",
+)
+
+
 @command(
     "Train a model, and write it with its new weights.\n\n"
     "Of several processes that mpirun starts, each trains on its share of every batch.",
@@ -152,7 +161,7 @@ _COURSE = (
     update=_UPDATE,
     course=_COURSE,
     choices=_CHOICES,
-    options=(distribution_option, *engine_options(without=SET_HERE)),
+    options=(_DISTRIBUTION, *engine_options(without=SET_HERE)),
 )
 def train(
     model: Path,
@@ -167,44 +176,34 @@ def train(
     from kfac_engine.cli.files import read_sample
     from kfac_engine.engine.report import inference_notes
 
-    with divided_among_processes(options):
-        _check(files, model, resume=course.resume)
-        with working("preparing the model"), shown_warnings():
-            sample = read_sample(files, model, options)
-            engine = ke.Engine.from_onnx(
-                model, sample_inputs=sample, gradient_dtype="float32", **options
-            )
-            optimizer = _optimizer(engine, **vars(update))
-        for note in inference_notes(engine.passes.model):
-            tell("note", f"{printable(note)}.")
-        history = _fit(optimizer, files, course, options["seed"], list(_callbacks(choices)))
-        with working("writing the model"):
-            engine.export(files.out)
-            if files.report is not None and engine.passes.agreement.rank == 0:
-                ke.report(history, files.report)
-        with report_beside(files.out):
-            _report(history, files.out, as_json)
+    _check_checkpoint(files, resume=course.resume)
+    with working("preparing the model"), shown_warnings():
+        sample = read_sample(files, model, options)
+        engine = ke.Engine.from_onnx(
+            model, sample_inputs=sample, gradient_dtype="float32", **options
+        )
+        optimizer = _optimizer(engine, **vars(update))
+    for note in inference_notes(engine.passes.model):
+        tell("note", f"{printable(note)}.")
+    history = _fit(optimizer, files, course, options["seed"], list(_callbacks(choices)))
+    with working("writing the model"):
+        engine.export(files.out)
+        if files.report is not None and engine.passes.agreement.rank == 0:
+            ke.report(history, files.report)
+    _report(history, files.out, as_json)
 
 
-def _check(files: SimpleNamespace, model: Path, *, resume: bool) -> None:
-    """Refuse to overwrite a file that is read, or the checkpoint of another run."""
-    from kfac_engine.cli.files import check_files, with_weights
+def _check_checkpoint(files: SimpleNamespace, *, resume: bool) -> None:
+    """Refuse to overwrite the checkpoint by another file, or by another run."""
     from kfac_engine.training.run_checkpoint import RunCheckpoint
 
-    validation = files.validation if isinstance(files.validation, Path) else None
     checkpoint = RunCheckpoint(files.checkpoint)
-    check_files(
-        {
-            "the state in --checkpoint": checkpoint.state_file,
-            **with_weights("--out", files.out), "--log": files.log, "--report": files.report,
-        },
-        {
-            "--data": files.data, "--targets": files.targets, "--validation": validation,
-            "--inputs": files.inputs, "the records in --checkpoint": checkpoint.record_files,
-        },
-        model,
+    written = {"--out": files.out, "--log": files.log, "--report": files.report}
+    check_outputs(
+        {"the state in --checkpoint": checkpoint.state_file, **written},
+        {"the records in --checkpoint": checkpoint.record_files},
         appended=("--log",),
-    )  # fmt: skip
+    )
     if not resume and checkpoint.exists():
         raise InputError(
             f"'{files.checkpoint}' has the checkpoint of a run; give --resume to continue it, or "
@@ -303,13 +302,10 @@ def _report(history: "ke.History", path: Path, as_json: bool) -> None:
     "Write a page with the charts and tables of a training run.",
     "kfac-engine report run.jsonl -o run.html",
     click.Argument(["log"], type=file_path),
-    Group.OUTPUT.file("-o", "--out", required=True, help="File of the page (.html)."),
+    output("-o", "--out", required=True, help="File of the page (.html)."),
 )
 def run_report(log: Path, out: Path) -> None:
     import kfac_engine as ke
-    from kfac_engine.system.writing import check_outputs
 
-    check_outputs({"--out": out}, {"the log": log})
     ke.report(log, out)
-    with report_beside(out):
-        say(f"wrote {out}")
+    say(f"wrote {out}")

@@ -153,6 +153,15 @@ def test_the_standard_output_takes_the_result_alone_and_stderr_the_report():
 
 
 @posix
+def test_a_log_on_the_standard_output_leaves_the_report_to_stderr():
+    np.savez("shards.npz", input=np.ones((6, 4), np.float32), targets=np.zeros(6, np.int64))
+    done = run("train", "m.onnx", "--data=shards.npz", "--steps=2", "-o=o", "--log=/dev/stdout")
+    records = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [record["step"] for record in records if "step" in record] == [1, 2]
+    assert b"written to" in done.stderr
+
+
+@posix
 def test_a_result_is_appended_where_the_standard_output_is():
     Path("log").write_bytes(b"before")
     with Path("log").open("ab") as log:
