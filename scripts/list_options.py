@@ -61,7 +61,7 @@ def _sections() -> Iterator[tuple[str, list[click.Option]]]:
         arguments = [p.name.upper() for p in command.params if isinstance(p, click.Argument)]
         options = [p for p in command.params if isinstance(p, click.Option)]
         # The page tells once what all commands with an engine have; others share some of it.
-        has_engine = any(option.name == "ema_decay" for option in options)
+        has_engine = any(option.name == "estimation_mode" for option in options)
         yield (
             "`" + " ".join([name, *arguments]) + "`",
             [option for option in options if not (has_engine and option in shared)],

@@ -16,7 +16,7 @@ from kfac_engine.cli.display import (
     shown_warnings,
     working,
 )
-from kfac_engine.cli.engine_options import curvature_options
+from kfac_engine.cli.engine_options import engine_options
 from kfac_engine.cli.inspect import print_legend
 from kfac_engine.cli.options import batch_option, json_option
 from kfac_engine.summary import dimensions
@@ -41,6 +41,23 @@ _FILES = (
         ".html. All but .html need matplotlib."),
     output("-o", "--out", required=True, help="File of the curvature (.safetensors)."),
 )  # fmt: skip
+# Options of ``CurvatureOptions``.
+OPTIONS = (
+    *engine_options(
+        "loss", "output", "class_axis", "threads", "backend", "seed", "batch_axes", "trainable",
+        "freeze", "approximations"),
+    Group.CURVATURE.option(
+        "--structure", metavar="NAME", default="kron",
+        names=("analysis.fisher_matrix.options.STRUCTURES",), help="Structure of the matrix."),
+    Group.CURVATURE.option(
+        "--fisher", metavar="NAME", default="exact",
+        names=("analysis.fisher_matrix.options.FISHERS",),
+        help="Which Fisher matrix: exact, an estimate from one sampled target for each "
+        "prediction, or the empirical matrix of the targets of the data."),
+    Group.CURVATURE.option(
+        "--layers", metavar="NAME", default="all", names=("analysis.fisher_matrix.options.LAYERS",),
+        help="Layers that are measured: all, or last for the last layer before each loss."),
+)  # fmt: skip
 _FORM = (
     Group.OUTPUT.option(
         "--damping", type=click.FloatRange(min=0, min_open=True), default=1e-3,
@@ -58,7 +75,7 @@ _FORM = (
     batch_option,
     files=_FILES,
     form=_FORM,
-    options=curvature_options(),
+    options=OPTIONS,
 )
 def run_curvature(
     model: Path,
@@ -85,7 +102,7 @@ def _measured(
     """Return the curvature of a model on the data of files."""
     from kfac_engine.analysis.fisher_matrix.measure import measured
     from kfac_engine.analysis.fisher_matrix.options import CurvatureOptions, assembled
-    from kfac_engine.cli.files import file_batches, read_data
+    from kfac_engine.cli.files import ShownBatches, read_data
     from kfac_engine.datasets.first_examples import with_first_examples
     from kfac_engine.system.arrays import map_arrays
 
@@ -97,7 +114,7 @@ def _measured(
     with working("preparing the model"), shown_warnings():
         record = CurvatureOptions(**options, sample_inputs=sample)
         assembly, estimator = assembled(model, record)
-        batches = file_batches(assembly, data, size, record.passes)
+        batches = ShownBatches(assembly, data, size, record.passes, labeled=False)
     with shown_warnings():
         return measured(assembly, estimator, record, batches)
 

@@ -12,7 +12,6 @@ import click
 
 from kfac_engine.errors import InferenceFormWarning
 from kfac_engine.printable import printable
-from kfac_engine.summary import scaled
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -24,7 +23,6 @@ _FILE_WIDTH = 1000
 # Kinds of messages on stderr.
 Label: TypeAlias = Literal["error", "warning", "note"]
 _COLOURS: dict[Label, str] = {"error": "red", "warning": "yellow", "note": "cyan"}
-_FLOPS = ("FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP")
 
 
 def console(*, stderr: bool = False) -> "Console":
@@ -32,11 +30,9 @@ def console(*, stderr: bool = False) -> "Console":
     from rich.console import Console
 
     console = Console(stderr=stderr, highlight=False)
-    return (
-        console
-        if console.is_terminal
-        else Console(stderr=stderr, width=_FILE_WIDTH, highlight=False)
-    )
+    if not console.is_terminal:
+        console.width = _FILE_WIDTH
+    return console
 
 
 def working(task: str) -> AbstractContextManager[object]:
@@ -86,16 +82,8 @@ def shown_warnings() -> Iterator[None]:
 
 def say(text: str) -> None:
     """Print a line that may contain names of a model; it wraps at spaces in a terminal."""
-    print_lines(_fitted(text))
-
-
-def say_warning(text: str) -> None:
-    """Print a warning in the way of ``say``."""
-    from rich.text import Text
-
-    first, *others = _fitted(f"warning: {text}")
-    label, blank, start = first.partition(" ")
-    print_lines([Text.assemble((label, "yellow"), blank, start), *others])
+    text, target = printable(text), console()
+    print_lines((target.is_terminal and wrapped(text, target.width)) or [text])
 
 
 def print_lines(lines: "Iterable[str | Text]") -> None:
@@ -104,7 +92,9 @@ def print_lines(lines: "Iterable[str | Text]") -> None:
 
     target = console()
     for line in lines:
-        target.print(Text(line) if isinstance(line, str) else line, soft_wrap=True)
+        text = Text(line) if isinstance(line, str) else line
+        text.highlight_regex("^warning:", _COLOURS["warning"])
+        target.print(text, soft_wrap=True)
 
 
 def wrapped(text: str, width: int) -> list[str]:
@@ -112,19 +102,9 @@ def wrapped(text: str, width: int) -> list[str]:
     return wrap(text, max(width, 1), break_long_words=False, break_on_hyphens=False)
 
 
-def _fitted(text: str) -> list[str]:
-    text, target = printable(text), console()
-    return (target.is_terminal and wrapped(text, target.width)) or [text]
-
-
 def print_json(report: Mapping[str, object]) -> None:
     """Print a report as JSON."""
     click.echo(json.dumps(report, indent=2, allow_nan=False))
-
-
-def show_flops(count: float) -> str:
-    """Return a number of floating-point operations with three digits and a decimal unit."""
-    return scaled(count, 1000, _FLOPS)
 
 
 # Least width of a column of sentences, if they are longer.

@@ -11,7 +11,7 @@ from typing import Any
 
 from kfac_engine import __version__
 from kfac_engine.cli.command import command
-from kfac_engine.cli.display import print_json, print_table, say_warning
+from kfac_engine.cli.display import print_json, print_table, say
 from kfac_engine.cli.options import json_option
 from kfac_engine.summary import installed_version
 from kfac_engine.system.memory_limits import usable_cores
@@ -182,4 +182,4 @@ def _print_report(report: Mapping[str, Any]) -> None:
     ]
     print_table("kfac_engine doctor", ("fact", "value"), rows, sentences="value")
     for warning in report["warnings"]:
-        say_warning(warning)
+        say(f"warning: {warning}")

@@ -49,22 +49,6 @@ def _kinds() -> list[tuple[str, str]]:
     return [(", ".join(alike), names) for names, alike in kinds.items()]
 
 
-def _patterns(flag: str, text: str) -> Option:
-    return Group.MODEL.option(
-        flag, metavar="PATTERN", multiple=True, callback=one_or_all, help=text
-    )
-
-
-def approximation(default: str = "the default") -> Option:
-    """Return the option ``--approx``."""
-    return Group.CURVATURE.option(
-        "--approx", "approximations", metavar="KIND=NAME", multiple=True,
-        callback=_pairs("conv2d=kron", "(.+?)=(.+)", str),
-        table=("Kinds and names of --approx, the default first", _kinds),
-        help=f"Approximation of a kind of layer, in place of {default}.",
-    )  # fmt: skip
-
-
 _ALL = (
     Group.LOSS.option(
         "--loss", metavar="[OUTPUT=]LOSS", multiple=True, default=("categorical",), names=LOSSES,
@@ -82,16 +66,23 @@ _ALL = (
     Group.LOSS.option(
         "--reduction", type=click.Choice(("mean", "batch_mean", "sum")), default="mean",
         help="Reduction of the loss over examples and positions."),
-    _patterns(
-        "--trainable", "Pattern of the names of parameters to train; by default every constant "
-        "that the graph uses like a parameter."),
-    _patterns("--freeze", "Pattern of the names of parameters to exclude from training."),
+    Group.MODEL.option(
+        "--trainable", metavar="PATTERN", multiple=True, callback=one_or_all,
+        help="Pattern of the names of trainable parameters; by default every constant that the "
+        "graph uses like a parameter."),
+    Group.MODEL.option(
+        "--freeze", metavar="PATTERN", multiple=True, callback=one_or_all,
+        help="Pattern of the names of parameters to exclude."),
     Group.CURVATURE.option(
         "--damping", type=float, default=0.001, help="Damping λ > 0, added to the Fisher matrix."),
     Group.CURVATURE.option(
         "--mode", "estimation_mode", metavar="NAME", default="gradients",
         names=("curvature.estimation_modes.MODES",), help="Estimation mode of the Fisher matrix."),
-    approximation(),
+    Group.CURVATURE.option(
+        "--approx", "approximations", metavar="KIND=NAME", multiple=True,
+        callback=_pairs("conv2d=kron", "(.+?)=(.+)", str),
+        table=("Kinds and names of --approx, the default first", _kinds),
+        help="Approximation of a kind of layer, in place of the default."),
     Group.MACHINE.option(
         "--threads", type=int,
         help="Number of threads, also of ONNX Runtime; by default as many as BLAS has."),
@@ -120,33 +111,8 @@ _ALL = (
         names=("all", "none", "runtime.cpu.graph_passes.PASSES"),
         help="Graph passes that make sessions faster or smaller."),
 )  # fmt: skip
-# Options of a measurement of curvature in place of those of an engine.
-_MEASURED = (
-    Group.CURVATURE.option(
-        "--structure", metavar="NAME", default="kron",
-        names=("analysis.fisher_matrix.options.STRUCTURES",), help="Structure of the matrix."),
-    Group.CURVATURE.option(
-        "--fisher", metavar="NAME", default="exact",
-        names=("analysis.fisher_matrix.options.FISHERS",),
-        help="Which Fisher matrix: exact, an estimate from one sampled target for each "
-        "prediction, or the empirical matrix of the targets of the data."),
-    Group.CURVATURE.option(
-        "--layers", metavar="NAME", default="all", names=("analysis.fisher_matrix.options.LAYERS",),
-        help="Layers that are measured: all, or last for the last layer before each loss."),
-    approximation("the default of the structure"),
-    _patterns(
-        "--trainable", "Pattern of the names of parameters to include; by default every constant "
-        "that the graph uses like a parameter."),
-    _patterns("--freeze", "Pattern of the names of parameters to exclude."),
-)  # fmt: skip
 
 
 def engine_options(*names: str, without: Iterable[str] = ()) -> list[Option]:
     """Return the options of an engine, or those with some names."""
     return [o for o in _ALL if (o.name in names or not names) and o.name not in without]
-
-
-def curvature_options() -> list[Option]:
-    """Return the options of a measurement of curvature."""
-    names = ("loss", "output", "class_axis", "threads", "backend", "seed", "batch_axes")
-    return [*engine_options(*names), *_MEASURED]

@@ -12,9 +12,7 @@ from kfac_engine.cli.engine_options import LOSSES, engine_options
 from kfac_engine.cli.options import (
     chosen_losses,
     one_or_all,
-    provider_option,
     sample_option,
-    target_options,
 )
 from kfac_engine.cli.train import OPTIMIZERS
 
@@ -32,6 +30,20 @@ _NAMES = (
 _OBJECTIVE = ("class_axis", "reduction", "freeze", "gradient_dtype", "batch_axes")
 # A file cannot have the decomposition that GaussNewton needs.
 _OPTIMIZERS = tuple(name for name in OPTIMIZERS if name != "gauss_newton")
+# What the targets of a written file are, and which of them have weights.
+_WRITTEN = (
+    Group.LOSS.option(
+        "--probabilities", is_flag=True,
+        help="The targets of a softmax loss are probabilities in the shape of the logits."),
+    Group.LOSS.option(
+        "--weights", type=click.Choice(("targets", "predictions", "examples")),
+        help="Add an input with a weight for each entry of the targets, prediction or example; 0 "
+        "leaves it out."),
+    Group.OUTPUT.option(
+        "--provider", type=click.Choice(("any", "webgpu")), default="any",
+        help="webgpu: write convolutions and splits so that onnxruntime-web computes them on "
+        "WebGPU."),
+)  # fmt: skip
 _OPTIONS = (
     Group.OPTIMIZER.option(
         "--optimizer", type=click.Choice(_OPTIMIZERS), default="kfac", help="The optimizer."),
@@ -49,8 +61,7 @@ _OPTIONS = (
     Group.OUTPUT.option(
         "--noise", type=click.Choice(("internal", "input")), default="internal",
         help="Whether the file draws the random numbers of kfac, or has an input for them."),
-    *target_options,
-    provider_option,
+    *_WRITTEN,
 )  # fmt: skip
 
 
@@ -106,8 +117,7 @@ _GRADIENT_OPTIONS = (
         "--wrt", multiple=True, callback=one_or_all, metavar="PATTERN",
         help="Name or pattern of parameters and inputs to differentiate with respect to; by "
         "default the trainable parameters. May be repeated."),
-    *target_options,
-    provider_option,
+    *_WRITTEN,
 )  # fmt: skip
 
 

@@ -1,32 +1,22 @@
 """Reads the inputs, targets and data sets of commands, and writes their results."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from io import BytesIO
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, TypeAlias
-
-import numpy as np
 
 from kfac_engine._types import Array
 from kfac_engine.cli.display import progress
-from kfac_engine.datasets.examples import TARGETS, WEIGHTS, Batch, ExampleAxes
+from kfac_engine.datasets.examples import TARGETS, WEIGHTS, Batch
 from kfac_engine.datasets.files import first_shard
-from kfac_engine.datasets.first_examples import with_first_examples
 from kfac_engine.datasets.forms import FILE_BATCH, batches_of
 from kfac_engine.engine.build import Assembly
-from kfac_engine.errors import InputError, UnknownNameError, suggestion
+from kfac_engine.errors import InputError
 from kfac_engine.graph.load import load_graph
 from kfac_engine.system.arrays import read_arrays
 from kfac_engine.system.reading import names_folder
-from kfac_engine.system.state_files import read_tensors, write_tensors
-from kfac_engine.system.writing import write_file
 
 # Returns the arrays of a file by name, a lone array under None.
 Reader: TypeAlias = Callable[[Path], dict[str | None, Array]]
-
-GRADIENT = "gradient/"
-NATURAL_GRADIENT = "natural_gradient/"
 
 
 def read_inputs(path: Path | None, model: Path) -> dict[str, Array] | None:
@@ -37,20 +27,6 @@ def read_inputs(path: Path | None, model: Path) -> dict[str, Array] | None:
     a lone array for several inputs.
     """
     return None if path is None else read_data(path, None, model)[0]
-
-
-def data_of(files: SimpleNamespace) -> Any:
-    """Return the data in the files of ``labeled_data``, as for ``fit``."""
-    return files.data if files.targets is None else (files.data, files.targets)
-
-
-def read_sample(
-    files: SimpleNamespace, model: Path, options: Mapping[str, Any]
-) -> dict[str, Array] | None:
-    """Return the batch of ``--inputs``, or the first examples of the data where they are needed."""
-    if files.inputs is not None:
-        return read_inputs(files.inputs, model)
-    return with_first_examples(model, data_of(files), options["batch_axes"])[1]
 
 
 def read_data(
@@ -85,74 +61,21 @@ def read_data(
     return sample, data if targets is None else (data, targets)
 
 
-def read_gradients(path: Path, known: Mapping[str, Array]) -> dict[str, Array]:
-    """Return the gradients in a safetensors file by parameter.
-
-    Keys are ``<parameter>`` or ``gradient/<parameter>``. Natural gradients, which ``precondition``
-    writes into the same file, are ignored. ``known`` are the parameters of the model.
-    """
-    arrays = read_tensors(path, f"'{path}' as safetensors")[1]
-    gradients = {}
-    for key, array in arrays.items():
-        if key.startswith(NATURAL_GRADIENT):
-            continue
-        name = key if key in known else key.removeprefix(GRADIENT)
-        if name not in known:
-            raise UnknownNameError(
-                f"'{key}'{suggestion(name, known)} in '{path}' is not a trainable parameter; they "
-                f"are: {', '.join(known)}."
-            )
-        if name in gradients:
-            raise InputError(
-                f"'{path}' holds two gradients of '{name}', under '{name}' and '{GRADIENT}{name}'; "
-                f"leave one out."
-            )
-        gradients[name] = array
-    if not gradients:
-        raise InputError(f"'{path}' holds no gradient; its keys must be the parameters' names.")
-    return gradients
-
-
-def write_result(
-    path: Path, gradients: Mapping[str, Array], natural_gradients: Mapping[str, Array]
-) -> None:
-    """Write gradients and natural gradients to a file; a failure leaves an old file unchanged."""
-    arrays = {GRADIENT + name: array for name, array in gradients.items()}
-    arrays |= {NATURAL_GRADIENT + name: array for name, array in natural_gradients.items()}
-    write_tensors(path, arrays)
-
-
-def write_npz(path: Path, arrays: Mapping[str, Array]) -> None:
-    """Write arrays by name to a file of NumPy; a failure leaves an older file unchanged."""
-    content = BytesIO()
-    np.savez(content, **dict[str, Any](arrays))
-    write_file(path, [content.getbuffer()])
-
-
-def file_batches(
-    assembly: Assembly, data: Any, size: int | None, passes: int = 1, *, labeled: bool = False
-) -> "ShownBatches":
-    """Return data as for ``fit`` as batches with a bar.
-
-    ``passes`` is the number of times that the data are read. ``InputError`` is raised if the data
-    are wrong, or if the model runs with another number of examples only.
-    """
-    axes = assembly.task.example_axes
-    if axes.obstacle and size not in (None, axes.fixed_size):
-        raise InputError(f"--batch-size is {size}, but {axes.obstacle}; leave it out.")
-    batches = batches_of(data, axes, labeled=labeled, size=size or FILE_BATCH)
-    return ShownBatches(batches, axes, passes)
-
-
 class ShownBatches:
-    """Batches that can be read several times, with a bar on stderr over each time.
+    """Batches of data as for ``fit``, which can be read several times, each time with a bar.
 
-    ``passes`` is the number of times.
+    ``passes`` is the number of times. ``InputError`` is raised if the data are wrong, or if the
+    model runs with another number of examples only.
     """
 
-    def __init__(self, batches: Iterable[Batch], axes: ExampleAxes, passes: int) -> None:
-        self._batches, self._axes, self._passes = batches, axes, passes
-        self._reads = 0
+    def __init__(
+        self, assembly: Assembly, data: Any, size: int | None, passes: int = 1, *, labeled: bool
+    ) -> None:
+        self._axes = axes = assembly.task.example_axes
+        if axes.obstacle and size not in (None, axes.fixed_size):
+            raise InputError(f"--batch-size is {size}, but {axes.obstacle}; leave it out.")
+        self._batches = batches_of(data, axes, labeled=labeled, size=size or FILE_BATCH)
+        self._passes, self._reads = passes, 0
 
     def __iter__(self) -> Iterator[Batch]:
         self._reads += 1

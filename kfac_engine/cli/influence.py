@@ -2,7 +2,7 @@
 
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -60,9 +60,12 @@ def influence(
     damping: float | None,
     as_json: bool,
 ) -> None:
+    import numpy as np
+
     import kfac_engine as ke
-    from kfac_engine.cli.files import file_batches, read_data, write_npz
+    from kfac_engine.cli.files import ShownBatches, read_data
     from kfac_engine.system.arrays import map_arrays
+    from kfac_engine.system.writing import write_rendered
 
     if files.queries is None and files.query_targets is not None:
         raise InputError("--query-targets needs --queries, the inputs of the same examples.")
@@ -72,7 +75,7 @@ def influence(
 
     def batches(inputs: Path, targets: Path | None) -> "ShownBatches":
         _, data = read_data(inputs, targets, model, map_arrays)
-        return file_batches(curvature.layout.assembly, data, batch_size, labeled=True)
+        return ShownBatches(curvature.layout.assembly, data, batch_size, labeled=True)
 
     train = batches(files.inputs, files.targets)
     if files.queries is not None:
@@ -81,7 +84,7 @@ def influence(
     else:
         name, result = "self_scores", scores.self_scores(train)
     with working("writing"):
-        write_npz(files.out, {name: result})
+        write_rendered(files.out, lambda stream: np.savez(stream, **dict[str, Any]({name: result})))
     _report(name, result, files.out, as_json)
 
 

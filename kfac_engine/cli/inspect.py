@@ -1,7 +1,7 @@
 """``inspect``: show the layers, blocks and costs of a model before any step runs."""
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -12,14 +12,12 @@ from kfac_engine.cli.display import (
     print_lines,
     print_table,
     say,
-    say_warning,
-    show_flops,
     working,
 )
 from kfac_engine.cli.engine_options import engine_options
 from kfac_engine.cli.options import json_option, sample_option
 from kfac_engine.errors import ExportWarning, InputError
-from kfac_engine.summary import binary_size, dimensions
+from kfac_engine.summary import binary_size, dimensions, scaled
 
 if TYPE_CHECKING:
     import kfac_engine as ke
@@ -33,6 +31,7 @@ if TYPE_CHECKING:
     Untrained: TypeAlias = tuple[str, tuple[int, ...], str]
 
 
+_FLOPS = ("FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP")
 # Number of constants with one reason that have a row each; more of them share a row.
 _MOST_ALIKE = 3
 
@@ -109,14 +108,14 @@ class _Report:
 def _print(report: _Report, *, as_one: bool) -> None:
     """Print the tables and lines of a report."""
     engine = report.engine
-    _say_all((f"{note}." for note in engine.export_changes.notes), say_warning)
+    _say_all(f"warning: {note}." for note in engine.export_changes.notes)
     _print_losses(engine.losses)
     print_layers(engine)
     _say_all(_uncovered(engine))
     print_legend(layer.formula for layer in engine.layers)
     print_totals(engine)
     print_choices(engine.layers)
-    _say_all((f"{clause}." for clause in report.warnings()), say_warning)
+    _say_all(f"warning: {clause}." for clause in report.warnings())
     _say_all(f"note: {note}." for note in report.notes())
     _say_all(_tied(engine.ties, as_one))
     if report.untrained:
@@ -214,11 +213,11 @@ def _untrained(engine: "ke.Engine") -> "list[Untrained]":
     ]
 
 
-def _say_all(lines: Iterable[str], write: Callable[[str], None] = say) -> None:
+def _say_all(lines: Iterable[str]) -> None:
     """Print lines, and an empty line after them."""
     paragraph = list(lines)
     for line in paragraph:
-        write(line)
+        say(line)
     if paragraph:
         print_lines([""])
 
@@ -378,6 +377,11 @@ def summary_values(engine: "ke.Engine") -> dict[str, object]:
             for kind, (used, names) in choices(engine.layers).items()
         },
     }
+
+
+def show_flops(count: float) -> str:
+    """Return a number of floating-point operations with three digits and a decimal unit."""
+    return scaled(count, 1000, _FLOPS)
 
 
 def _percent(part: int, total: int) -> str:

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -10,10 +10,10 @@ from kfac_engine.cli.command import MODEL, Group, command, output
 from kfac_engine.cli.display import print_json, print_table, say, working
 from kfac_engine.cli.options import curvature_option, json_option, read_curvature
 from kfac_engine.errors import InputError
+from kfac_engine.system.writing import write_rendered
 
 if TYPE_CHECKING:
     import kfac_engine as ke
-    from kfac_engine._types import Array
     from kfac_engine.analysis.laplace.predictive import Predictive
 
 _BY_EVIDENCE = "evidence"
@@ -69,7 +69,7 @@ _POSTERIOR = (
     prior=_POSTERIOR,
 )
 def laplace(model: Path, files: SimpleNamespace, prior: SimpleNamespace, as_json: bool) -> None:
-    from kfac_engine.cli.files import read_data, write_npz
+    from kfac_engine.cli.files import read_data
     from kfac_engine.system.arrays import map_arrays
 
     if files.out is None and files.export is None:
@@ -86,7 +86,7 @@ def laplace(model: Path, files: SimpleNamespace, prior: SimpleNamespace, as_json
         with working("predicting"):
             _, queries = read_data(files.inputs, None, model, map_arrays)
             predictive = posterior.predict(queries)
-            write_npz(files.out, _arrays(predictive))
+            _write(predictive, files.out)
     if files.export is not None:
         with working("writing the model"):
             posterior.export(files.export)
@@ -109,10 +109,13 @@ def _posterior(curvature: "ke.Curvature", options: SimpleNamespace) -> "ke.Lapla
     return posterior
 
 
-def _arrays(predictive: "Predictive") -> "dict[str, Array]":
-    names = ("mean", "variance", "probabilities")
-    arrays = {name: getattr(predictive, name) for name in names}
-    return {name: array for name, array in arrays.items() if array is not None}
+def _write(predictive: "Predictive", path: Path) -> None:
+    import numpy as np
+
+    arrays: dict[str, Any] = {"mean": predictive.mean, "variance": predictive.variance}
+    if predictive.probabilities is not None:
+        arrays["probabilities"] = predictive.probabilities
+    write_rendered(path, lambda stream: np.savez(stream, **arrays))
 
 
 def _report(

@@ -18,9 +18,10 @@ from kfac_engine.cli.display import (
 from kfac_engine.cli.engine_options import engine_options
 from kfac_engine.cli.options import json_option
 from kfac_engine.curvature.schedule import Schedule
-from kfac_engine.errors import InputError
+from kfac_engine.errors import InputError, UnknownNameError, suggestion
 from kfac_engine.printable import printable
 from kfac_engine.summary import dimensions
+from kfac_engine.system.reading import exists
 
 if TYPE_CHECKING:
     import kfac_engine as ke
@@ -48,6 +49,10 @@ _FILES = (
 # Name, shape, gradient norm and natural gradient norm of a parameter.
 Norms: TypeAlias = tuple[str, tuple[int, ...], float, float]
 
+# Beginnings of the keys in the files of gradients.
+GRADIENT = "gradient/"
+NATURAL_GRADIENT = "natural_gradient/"
+
 
 @command(
     "Write the gradients of a batch and the preconditioned gradients.",
@@ -71,12 +76,12 @@ def run_precondition(
     as_json: bool,
 ) -> None:
     import kfac_engine as ke
-    from kfac_engine.cli import files as reading
+    from kfac_engine.cli.files import read_data
     from kfac_engine.datasets.forms import whole_batch
-    from kfac_engine.system.reading import exists
+    from kfac_engine.system.state_files import write_tensors
 
     with working("reading"):
-        inputs, data = reading.read_data(files.inputs, files.targets, model)
+        inputs, data = read_data(files.inputs, files.targets, model)
     with working("preparing the model"), shown_warnings():
         engine = ke.Engine.from_onnx(
             model, exps=(exp,), sample_inputs=inputs, **options,
@@ -90,17 +95,49 @@ def run_precondition(
             for warning in issued:
                 tell("warning", printable(str(warning.message)))
         gradients = (
-            None
-            if files.gradients is None
-            else reading.read_gradients(files.gradients, engine.parameters)
+            None if files.gradients is None else read_gradients(files.gradients, engine.parameters)
         )
     with working("preconditioning"):
         batch = whole_batch(data, engine.example_axes, labeled=False)
         loss, *pair = _precondition(engine, *batch, gradients, exp)
-        reading.write_result(files.out, *pair)
+        write_tensors(
+            files.out,
+            {GRADIENT + name: array for name, array in pair[0].items()}
+            | {NATURAL_GRADIENT + name: array for name, array in pair[1].items()},
+        )
     if files.state is not None:
         engine.save(files.state)
     _report(loss, norm_rows(*pair), files.out, as_json)
+
+
+def read_gradients(path: Path, known: "Mapping[str, Array]") -> "dict[str, Array]":
+    """Return the gradients in a safetensors file by parameter.
+
+    Keys are ``<parameter>`` or ``gradient/<parameter>``. Natural gradients, which ``precondition``
+    writes into the same file, are ignored. ``known`` are the parameters of the model.
+    """
+    from kfac_engine.system.state_files import read_tensors
+
+    arrays = read_tensors(path, f"'{path}' as safetensors")[1]
+    gradients = {}
+    for key, array in arrays.items():
+        if key.startswith(NATURAL_GRADIENT):
+            continue
+        name = key if key in known else key.removeprefix(GRADIENT)
+        if name not in known:
+            raise UnknownNameError(
+                f"'{key}'{suggestion(name, known)} in '{path}' is not a trainable parameter; they "
+                f"are: {', '.join(known)}."
+            )
+        if name in gradients:
+            raise InputError(
+                f"'{path}' holds two gradients of '{name}', under '{name}' and '{GRADIENT}{name}'; "
+                f"leave one out."
+            )
+        gradients[name] = array
+    if not gradients:
+        raise InputError(f"'{path}' holds no gradient; its keys must be the parameters' names.")
+    return gradients
 
 
 def _precondition(

@@ -15,7 +15,6 @@ from kfac_engine.cli.display import print_json, say, shown_warnings, tell, worki
 from kfac_engine.cli.engine_options import engine_options
 from kfac_engine.cli.interruption import Interruption, SignalReceived
 from kfac_engine.cli.options import (
-    data_sample_option,
     json_option,
     labeled_data,
     one_or_more,
@@ -93,7 +92,10 @@ _FILES = (
         help="Folder for the state of the run, to resume from."),
     output("--log", writes="log", help="File for a line of JSON for each step."),
     output("--report", help="File for a page with the charts of the run (.html)."),
-    data_sample_option,
+    Group.DATA.file(
+        "--inputs",
+        help="Batch from which shapes and sequence lengths are inferred, .npz or .npy; the first "
+        "examples of --data by default."),
     output("-o", "--out", writes="model", required=True, help="The trained model (.onnx)."),
 )  # fmt: skip
 _UPDATE = (
@@ -173,12 +175,16 @@ def train(
     as_json: bool,
 ) -> None:
     import kfac_engine as ke
-    from kfac_engine.cli.files import read_sample
+    from kfac_engine.cli.files import read_inputs
+    from kfac_engine.datasets.first_examples import with_first_examples
     from kfac_engine.engine.report import inference_notes
 
     _check_checkpoint(files, resume=course.resume)
     with working("preparing the model"), shown_warnings():
-        sample = read_sample(files, model, options)
+        if files.inputs is not None:
+            sample = read_inputs(files.inputs, model)
+        else:
+            _, sample = with_first_examples(model, _data(files), options["batch_axes"])
         engine = ke.Engine.from_onnx(
             model, sample_inputs=sample, gradient_dtype="float32", **options
         )
@@ -191,6 +197,10 @@ def train(
         if files.report is not None and engine.passes.agreement.rank == 0:
             ke.report(history, files.report)
     _report(history, files.out, as_json)
+
+
+def _data(files: SimpleNamespace) -> Any:
+    return files.data if files.targets is None else (files.data, files.targets)
 
 
 def _check_checkpoint(files: SimpleNamespace, *, resume: bool) -> None:
@@ -233,7 +243,6 @@ def _fit(
     callbacks: "list[Callback]",
 ) -> "ke.History":
     import kfac_engine as ke
-    from kfac_engine.cli.files import data_of
 
     interruption = click.get_current_context().ensure_object(Invocation).interruption
     if files.checkpoint is not None:
@@ -243,7 +252,7 @@ def _fit(
             warnings.simplefilter("ignore", InferenceFormWarning)
             return ke.fit(
                 optimizer.engine,
-                data_of(files),
+                _data(files),
                 optimizer=optimizer,
                 validation=files.validation,
                 callbacks=callbacks,

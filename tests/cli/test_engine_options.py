@@ -12,7 +12,8 @@ import pytest
 
 from kfac_engine.analysis.fisher_matrix.options import CurvatureOptions
 from kfac_engine.cli.app import app
-from kfac_engine.cli.engine_options import curvature_options, engine_options
+from kfac_engine.cli.curvature import OPTIONS as CURVATURE
+from kfac_engine.cli.engine_options import engine_options
 from kfac_engine.engine.options import EngineOptions
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -23,7 +24,7 @@ RECORDS = {
         {"exps", "schedule", "sample_inputs", "draws", "ema_decay", "compute_cholesky"}
         | {"compute_cholesky_inverse", "communicator", "distribution"},
     ),
-    CurvatureOptions: (curvature_options(), {"biases", "sample_inputs", "draws"}),
+    CurvatureOptions: (CURVATURE, {"biases", "sample_inputs", "draws"}),
 }
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from kfac_engine.cli.files import read_gradients
+from kfac_engine.cli.precondition import read_gradients
 from kfac_engine.datasets.files import opened_targets
 from kfac_engine.errors import InputError, UnknownNameError
 from kfac_engine.system.arrays import read_arrays

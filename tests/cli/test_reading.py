@@ -14,7 +14,7 @@ import onnx
 import pytest
 
 import kfac_engine as ke
-from kfac_engine.cli.files import read_gradients
+from kfac_engine.cli.precondition import read_gradients
 from kfac_engine.graph.load import read_model
 from kfac_engine.system import arrays, reading
 from kfac_engine.system.arrays import read_arrays

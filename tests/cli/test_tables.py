@@ -4,7 +4,7 @@ import pytest
 from rich.console import Console
 
 from kfac_engine.cli import display
-from kfac_engine.cli.display import show_flops
+from kfac_engine.cli.inspect import show_flops
 from kfac_engine.summary import binary_size
 
 NAMES = ["encoder.layers.0.self_attention.out_projection.weight", "encoder.layers.0.bias"]

@@ -12,7 +12,7 @@ import onnx
 from safetensors.numpy import save
 
 import kfac_engine as ke
-from kfac_engine.cli.files import read_gradients
+from kfac_engine.cli.precondition import read_gradients
 from kfac_engine.system.arrays import map_arrays, read_arrays
 from tests import models
 from tests.fuzz.mutants import BASES, mutated
