@@ -1,7 +1,6 @@
 """``curvature``: measure the Fisher matrix of a model on a data set, and store it."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -84,7 +83,7 @@ def run_curvature(
     form: SimpleNamespace,
     options: dict[str, Any],
 ) -> None:
-    from kfac_engine.cli.spectra import check_picture
+    from kfac_engine.cli.spectra import check_picture, write_picture
 
     if files.plot is not None:
         check_picture(files.plot)
@@ -92,8 +91,9 @@ def run_curvature(
     with working("writing"):
         result.save(files.out)
         if files.plot is not None:
-            write_spectra(files.plot, model.name, result, form.damping)
-    print_curvature(result, path=files.out, **vars(form))
+            title = f"Eigenvalues of the curvature of {model.name}"
+            write_picture(files.plot, title, spectra_of(result, form.damping))
+    _report(result, path=files.out, **vars(form))
 
 
 def _measured(
@@ -119,22 +119,13 @@ def _measured(
         return measured(assembly, estimator, record, batches)
 
 
-# -- the report ----------------------------------------------------------------------------------
-
-
-def print_curvature(
-    curvature: "ke.Curvature", damping: float, path: Path, *, as_json: bool
-) -> None:
-    """Print a report on a curvature that is stored in ``path``.
-
-    Log-determinants and effective dimensions have the given damping.
-    """
+def _report(curvature: "ke.Curvature", damping: float, path: Path, *, as_json: bool) -> None:
+    """Print a report on a stored curvature, whose log-determinants have the given damping."""
     rows, totals, notes = _rows(curvature, damping), _totals(curvature, damping), _notes(curvature)
     if as_json:
         names = ("structure", "fisher", "biases", "layers")
         measured = {name: getattr(curvature.options, name) for name in names}
-        blocks = [asdict(row) for row in rows]
-        print_json({**measured, **totals, "blocks": blocks, "notes": notes, "out": str(path)})
+        print_json({**measured, **totals, "blocks": rows, "notes": notes, "out": str(path)})
         return
     _print_blocks(rows)
     print_legend(block.formula for block in curvature.blocks)
@@ -142,14 +133,6 @@ def print_curvature(
     for note in notes:
         say(f"note: {note}.")
     say(f"written to {path}")
-
-
-def write_spectra(path: Path, name: str, curvature: "ke.Curvature", damping: float) -> None:
-    """Write a picture of the eigenvalues of the blocks; the suffix of the name is its format."""
-    from kfac_engine.cli.spectra import write_picture
-
-    title = f"Eigenvalues of the curvature of {name}"
-    write_picture(path, title, spectra_of(curvature, damping))
 
 
 def spectra_of(curvature: "ke.Curvature", damping: float) -> "Sequence[FactorSpectrum]":
@@ -179,24 +162,8 @@ def _precision(curvature: "ke.Curvature", block: "Block") -> float:
     return float(np.finfo(np.result_type(np.float32, *dtypes)).eps)
 
 
-@dataclass(frozen=True, slots=True)
-class _Row:
-    """The numbers of a block."""
-
-    parameters: tuple[str, ...]
-    # The entries of each parameter in the block, such as ``[0:4, :]``; empty for all.
-    parts: tuple[str, ...]
-    shapes: tuple[tuple[int, ...], ...]  # shapes of the parameters
-    formula: str  # the block in a few symbols
-    eigenvalues: int  # number of eigenvalues
-    trace: float  # sum of the eigenvalues
-    largest: float  # largest eigenvalue
-    smallest: float  # smallest eigenvalue
-    log_determinant: float  # sum of ``log(s + λ)`` over the eigenvalues
-    effective_dimension: float  # sum of ``s / (s + λ)``
-
-
-def _rows(curvature: "ke.Curvature", damping: float) -> list[_Row]:
+def _rows(curvature: "ke.Curvature", damping: float) -> list[dict[str, Any]]:
+    """Return the numbers of each block."""
     from kfac_engine.curvature.blocks.base import uses
 
     rows, extents = [], _extents(curvature)
@@ -205,18 +172,19 @@ def _rows(curvature: "ke.Curvature", damping: float) -> list[_Row]:
         keys = [key for part in block.parts for key in uses(part.key)]
         values = block.spectrum.eigenvalues
         rows.append(
-            _Row(
-                tuple(owners),
-                tuple(extents.get(key, "") for key in keys),
-                tuple(curvature.vector.shapes[name] for name in owners),
-                block.formula,
-                values.size,
-                float(values.sum()),
-                float(values.max()),
-                float(values.min()),
-                float(block.log_eigenvalues(damping).sum()),
-                float((values * block.powers(damping, -1.0)).sum()),
-            )
+            {
+                "parameters": owners,
+                # The entries of each parameter in the block, such as ``[0:4, :]``; empty for all.
+                "parts": [extents.get(key, "") for key in keys],
+                "shapes": [curvature.vector.shapes[name] for name in owners],
+                "formula": block.formula,
+                "eigenvalues": values.size,
+                "trace": float(values.sum()),
+                "largest": float(values.max()),
+                "smallest": float(values.min()),
+                "log_determinant": float(block.log_eigenvalues(damping).sum()),
+                "effective_dimension": float((values * block.powers(damping, -1.0)).sum()),
+            }
         )
     return rows
 
@@ -264,32 +232,26 @@ def _totals(curvature: "ke.Curvature", damping: float) -> dict[str, float | int 
     }
 
 
-def _print_blocks(rows: Sequence[_Row]) -> None:
-    """Print a row for each block."""
+def _print_blocks(rows: Sequence[Mapping[str, Any]]) -> None:
     heads = (
         "parameters", "shapes", "block", " trace", " largest", " smallest", " log det",
         " effective dimension",
     )  # fmt: skip
-    print_table(
-        "blocks",
-        heads,
-        [
-            (
-                [
-                    f"{name} {part}".rstrip()
-                    for name, part in zip(row.parameters, row.parts, strict=True)
-                ],
-                [dimensions(shape) for shape in row.shapes],
-                row.formula,
-                f"{row.trace:.4g}",
-                f"{row.largest:.3g}",
-                f"{row.smallest:.3g}",
-                f"{row.log_determinant:.4g}",
-                f"{row.effective_dimension:.4g}",
-            )
-            for row in rows
-        ],
-    )
+    numbers = {"trace": ".4g", "largest": ".3g", "smallest": ".3g"}
+    numbers |= {"log_determinant": ".4g", "effective_dimension": ".4g"}
+    cells = [
+        (
+            [
+                f"{n} {part}".rstrip()
+                for n, part in zip(row["parameters"], row["parts"], strict=True)
+            ],
+            [dimensions(shape) for shape in row["shapes"]],
+            row["formula"],
+            *(f"{row[name]:{form}}" for name, form in numbers.items()),
+        )
+        for row in rows
+    ]
+    print_table("blocks", heads, cells)
 
 
 def _print_totals(curvature: "ke.Curvature", totals: Mapping[str, float | int | None]) -> None:

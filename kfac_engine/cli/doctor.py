@@ -50,12 +50,14 @@ def doctor(as_json: bool) -> None:
 
 def examine() -> dict[str, Any]:
     """Return all facts of the report as values that JSON can hold."""
+    from kfac_engine.backend.threads import default_count
+
     report: dict[str, Any] = {
         "kfac_engine": __version__,
         "python": platform.python_version(),
         "platform": platform.platform(),
         "cores": {"machine": os.cpu_count(), "usable": usable_cores()},
-        "threads": _threads(),
+        "threads": default_count(),  # of an engine
         "packages": {name: installed_version(name) for name in _PACKAGES},
         "blas": _blas_libraries(),
         "environment": {
@@ -68,13 +70,6 @@ def examine() -> dict[str, Any]:
     }
     report["warnings"] = _warnings(report)
     return report
-
-
-def _threads() -> int:
-    """Return the default number of threads of an engine."""
-    from kfac_engine.backend.threads import default_count
-
-    return default_count()
 
 
 def _blas_libraries() -> list[dict[str, object]]:

@@ -2,9 +2,9 @@
 
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 from kfac_engine.cli.command import MODEL, Group, command, output
 from kfac_engine.cli.display import (
@@ -26,9 +26,6 @@ if TYPE_CHECKING:
     from kfac_engine.engine.report import LayerReport, LossReport
     from kfac_engine.engine.spectra import FactorSpectrum
     from kfac_engine.graph.analysis.exporter_changes import Tie
-
-    # Name, shape and reason.
-    Untrained: TypeAlias = tuple[str, tuple[int, ...], str]
 
 
 _FLOPS = ("FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP")
@@ -71,62 +68,71 @@ def inspect(
         engine = ke.Engine.from_onnx(model, sample_inputs=sample, **options)
     spectra = () if plot is None or sample is None else _plotted(plot, engine, sample, model.name)
     batch = batch_size or engine.losses[0].examples
-    report = _Report(engine, batch, engine.memory(batch), _untrained(engine), spectra)
+    facts = _facts(engine, engine.memory(batch))
     if as_json:
-        print_json(_as_json(report))
-    else:
-        _print(report, as_one=options["tie_weights"])
+        from kfac_engine.training.description import described
+
+        print_json({**facts, "spectra": [described(spectrum) for spectrum in spectra]})
+        return
+    _print(engine, facts, as_one=options["tie_weights"])
+    if spectra:
+        from kfac_engine.cli.spectra import print_spectra
+
+        print_spectra(spectra)
+    _print_memory(facts["memory"], batch)
 
 
-@dataclass(frozen=True, slots=True)
-class _Report:
-    """The facts that are printed."""
+def _facts(engine: "ke.Engine", memory: "MemoryReport") -> dict[str, Any]:
+    """Return the facts that are printed, as values that JSON can hold."""
+    from kfac_engine.engine.report import inference_notes, large_factor_notes
 
-    engine: "ke.Engine"
-    batch: int  # number of examples in a batch
-    memory: "MemoryReport"  # peak memory for this batch
-    untrained: "Sequence[Untrained]"  # constants that are not trained
-    # Eigenvalues of the factors; empty if they were not asked for.
-    spectra: "Sequence[FactorSpectrum]"
+    layers, model = engine.layers, engine.passes.model
+    doubts = (doubt for loss in engine.losses for doubt in loss.doubts)
+    notes = (*doubts, *model.loaded.notes, *inference_notes(model))
+    return {
+        "backend": engine.collection.backend.name,
+        "damping": engine.damping,
+        "parameters": sum(array.size for array in engine.parameters.values()),
+        "parameters_in_kronecker_blocks": sum(
+            layer.numbers for layer in layers if "A" in layer.symbols
+        ),
+        "factor_bytes": sum(layer.factor_bytes for layer in layers),
+        # A factor of several layers counts once.
+        "refresh_flops": sum(work.cost for work in engine.fisher.works),
+        "approximations": _approximations(layers),
+        "export_notes": list(engine.export_changes.notes),
+        "losses": [asdict(loss) for loss in engine.losses],
+        "layers": [asdict(layer) for layer in layers],
+        "warnings": list(large_factor_notes(layers, memory.total)),
+        "notes": list(dict.fromkeys(notes)),
+        "not_trained": list(_untrained(engine)),
+        "ties": [asdict(tie) for tie in engine.ties],
+        "memory": {**asdict(memory), "total": memory.total},
+    }
 
-    def warnings(self) -> list[str]:
-        """Return a clause for each layer whose factors are too large."""
-        from kfac_engine.engine.report import large_factor_notes
 
-        return list(large_factor_notes(self.engine.layers, self.memory.total))
-
-    def notes(self) -> list[str]:
-        """Return clauses about interpretations of the model that may be wrong."""
-        from kfac_engine.engine.report import inference_notes
-
-        engine, model = self.engine, self.engine.passes.model
-        doubts = (doubt for loss in engine.losses for doubt in loss.doubts)
-        notes = (*doubts, *model.loaded.notes, *inference_notes(model))
-        return list(dict.fromkeys(notes))
-
-
-def _print(report: _Report, *, as_one: bool) -> None:
-    """Print the tables and lines of a report."""
-    engine = report.engine
-    _say_all(f"warning: {note}." for note in engine.export_changes.notes)
+def _print(engine: "ke.Engine", facts: Mapping[str, Any], *, as_one: bool) -> None:
+    _say_all(f"warning: {note}." for note in facts["export_notes"])
     _print_losses(engine.losses)
     print_layers(engine)
     _say_all(_uncovered(engine))
     print_legend(layer.formula for layer in engine.layers)
-    print_totals(engine)
-    print_choices(engine.layers)
-    _say_all(f"warning: {clause}." for clause in report.warnings())
-    _say_all(f"note: {note}." for note in report.notes())
+    total, covered = facts["parameters"], facts["parameters_in_kronecker_blocks"]
+    rows = [
+        ("parameters", f"{total:,}"),
+        ("in Kronecker blocks", f"{covered:,} ({_percent(covered, total)})"),
+        ("factors", binary_size(facts["factor_bytes"])),
+        ("refresh of all factors", show_flops(facts["refresh_flops"])),
+    ]
+    print_table("totals", ("quantity", "value"), rows, sentences="value")
+    _print_choices(facts["approximations"])
+    _say_all(f"warning: {clause}." for clause in facts["warnings"])
+    _say_all(f"note: {note}." for note in facts["notes"])
     _say_all(_tied(engine.ties, as_one))
-    if report.untrained:
+    if facts["not_trained"]:
         heads = ("name", "shape", "because it is")
-        rows = list(_gathered(report.untrained))
-        print_table("constants that are not trained", heads, rows, sentences=heads[-1])
-    if report.spectra:
-        from kfac_engine.cli.spectra import print_spectra
-
-        print_spectra(report.spectra)
-    print_memory(report.memory, report.batch)
+        rows_of_constants = list(_gathered(facts["not_trained"]))
+        print_table("constants that are not trained", heads, rows_of_constants, sentences=heads[-1])
 
 
 def _check_plot(plot: Path, inputs: Path | None) -> None:
@@ -152,30 +158,6 @@ def _plotted(
     return spectra
 
 
-def _as_json(report: _Report) -> dict[str, object]:
-    """Return a report as values that JSON can hold."""
-    from kfac_engine.training.description import described
-
-    engine = report.engine
-    return {
-        "backend": engine.collection.backend.name,
-        "damping": engine.damping,
-        **summary_values(engine),
-        "export_notes": list(engine.export_changes.notes),
-        "losses": [asdict(loss) for loss in engine.losses],
-        "layers": [asdict(layer) for layer in engine.layers],
-        "warnings": report.warnings(),
-        "notes": report.notes(),
-        "not_trained": [
-            {"name": name, "shape": shape, "reason": reason}
-            for name, shape, reason in report.untrained
-        ],
-        "ties": [asdict(tie) for tie in engine.ties],
-        "memory": {**asdict(report.memory), "total": report.memory.total},
-        "spectra": [described(spectrum) for spectrum in report.spectra],
-    }
-
-
 def print_layers(engine: "ke.Engine") -> None:
     """Print a row for each layer, and for each parameter without a layer."""
     print_table(
@@ -196,21 +178,17 @@ def print_layers(engine: "ke.Engine") -> None:
     )
 
 
-def _untrained(engine: "ke.Engine") -> "list[Untrained]":
-    """Return name, shape and reason of each float constant that is not a parameter."""
+def _untrained(engine: "ke.Engine") -> Iterator[dict[str, Any]]:
+    """Yield name, shape and reason of each float constant that is not a parameter."""
     from kfac_engine.graph.analysis.trainable import excluded_reason
 
     model = engine.passes.model
     graph = model.loaded.graph
-    return [
-        (
-            name,
-            array.shape,
-            model.left_out.get(name) or excluded_reason(graph, name) or "not among those asked for",
-        )
-        for name, array in graph.constants.items()
-        if name not in engine.parameters and array.dtype.kind == "f"
-    ]
+    for name, array in graph.constants.items():
+        if name not in engine.parameters and array.dtype.kind == "f":
+            reason = model.left_out.get(name) or excluded_reason(graph, name)
+            reason = reason or "not among those asked for"
+            yield {"name": name, "shape": array.shape, "reason": reason}
 
 
 def _say_all(lines: Iterable[str]) -> None:
@@ -246,19 +224,19 @@ def _tied(ties: "tuple[Tie, ...]", as_one: bool) -> Iterator[str]:
         yield f"{', '.join(names)} {'equals' if len(names) == 1 else 'equal'} {first}: {training}"
 
 
-def _gathered(untrained: "Sequence[Untrained]") -> Iterator[tuple[str, str, str]]:
+def _gathered(untrained: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, str, str]]:
     """Yield rows for constants; more than a few with one reason share a row."""
-    alike: dict[str, list[Untrained]] = {}
+    alike: dict[str, list[tuple[str, str]]] = {}
     for entry in untrained:
-        alike.setdefault(entry[2].partition(" (")[0], []).append(entry)
+        row = entry["name"], dimensions(entry["shape"])
+        alike.setdefault(entry["reason"].partition(" (")[0], []).append(row)
     for reason, entries in alike.items():
-        name, shape, _ = entries[0]
         if len(entries) > _MOST_ALIKE:
-            shapes = {dimensions(other) for _, other, _ in entries}
-            shown = shapes.pop() if len(shapes) == 1 else f"{dimensions(shape)}, …"
-            yield f"{name} and {len(entries) - 1} more", shown, reason
+            (name, shape), others = entries[0], len(entries) - 1
+            same = len({shape for _, shape in entries}) == 1
+            yield f"{name} and {others} more", shape if same else f"{shape}, …", reason
         else:
-            yield from ((name, dimensions(shape), reason) for name, shape, reason in entries)
+            yield from ((name, shape, reason) for name, shape in entries)
 
 
 def _names(layer: "LayerReport") -> list[str]:
@@ -304,78 +282,36 @@ def print_legend(formulas: Iterable[str]) -> None:
     print_table("symbols of the blocks", ("symbol", "meaning"), rows, sentences="meaning")
 
 
-def print_totals(engine: "ke.Engine") -> None:
-    """Print the numbers of parameters, the bytes of factors, and the cost of a refresh."""
-    total, covered = parameter_counts(engine)
-    factors = sum(layer.factor_bytes for layer in engine.layers)
-    rows = [
-        ("parameters", f"{total:,}"),
-        ("in Kronecker blocks", f"{covered:,} ({_percent(covered, total)})"),
-        ("factors", binary_size(factors)),
-        ("refresh of all factors", show_flops(_refresh_flops(engine))),
-    ]
-    print_table("totals", ("quantity", "value"), rows, sentences="value")
-
-
-def print_choices(layers: "Sequence[ke.LayerReport]") -> None:
+def _print_choices(choices: Mapping[str, Mapping[str, Sequence[str]]]) -> None:
     """Print the other approximations of each kind of layer that has others."""
     rows = [
-        (kind, ", ".join(used), ", ".join(name for name in names if name not in used))
-        for kind, (used, names) in choices(layers).items()
-        if len(names) > len(used)
+        (kind, ", ".join(of_kind["in_use"]), ", ".join(others))
+        for kind, of_kind in choices.items()
+        if (others := [name for name in of_kind["choices"] if name not in of_kind["in_use"]])
     ]
     if rows:
         heads = ("KIND", "in use", "other choices of NAME")
         print_table("approximations: --approx KIND=NAME", heads, rows, sentences=heads[-1])
 
 
-def print_memory(memory: "MemoryReport", batch: int) -> None:
+def _print_memory(memory: Mapping[str, int], batch: int) -> None:
     """Print the parts of the peak memory of a step."""
-    parts = {**asdict(memory), "total": memory.total}
-    on_device, _ = parts.pop("device"), parts.pop("optimizer")
-    if on_device:
-        parts["of it on the GPU"] = on_device
-    rows = [(part, binary_size(count)) for part, count in parts.items()]
+    shown = {name: count for name, count in memory.items() if name not in {"device", "optimizer"}}
+    if memory["device"]:
+        shown["of it on the GPU"] = memory["device"]
+    rows = [(part, binary_size(count)) for part, count in shown.items()]
     print_table(f"peak memory, batch of {batch}", ("part", " bytes"), rows)
 
 
-def parameter_counts(engine: "ke.Engine") -> tuple[int, int]:
-    """Return the number of all parameters, and of parameters in Kronecker-factored blocks."""
-    return (
-        sum(array.size for array in engine.parameters.values()),
-        sum(layer.numbers for layer in engine.layers if "A" in layer.symbols),
-    )
-
-
-def choices(layers: "Sequence[ke.LayerReport]") -> dict[str, tuple[list[str], tuple[str, ...]]]:
+def _approximations(layers: "Sequence[ke.LayerReport]") -> dict[str, dict[str, Sequence[str]]]:
     """Return the approximations that each kind of layer uses, and all that it accepts."""
     from kfac_engine.curvature.approximations import accepted
 
-    used: dict[str, list[str]] = {}
+    used: dict[str, dict[str, None]] = {}
     for layer in layers:
-        names = used.setdefault(layer.kind, [])
-        if layer.approximation not in names:
-            names.append(layer.approximation)
-    return {kind: (names, accepted(kind)) for kind, names in used.items()}
-
-
-def _refresh_flops(engine: "ke.Engine") -> float:
-    """Return the operations of a refresh; a factor of several layers counts once."""
-    return sum(work.cost for work in engine.fisher.works)
-
-
-def summary_values(engine: "ke.Engine") -> dict[str, object]:
-    """Return the numbers of the tables as values that JSON can hold."""
-    total, covered = parameter_counts(engine)
+        used.setdefault(layer.kind, {})[layer.approximation] = None
     return {
-        "parameters": total,
-        "parameters_in_kronecker_blocks": covered,
-        "factor_bytes": sum(layer.factor_bytes for layer in engine.layers),
-        "refresh_flops": _refresh_flops(engine),
-        "approximations": {
-            kind: {"in_use": used, "choices": names}
-            for kind, (used, names) in choices(engine.layers).items()
-        },
+        kind: {"in_use": list(names), "choices": accepted(kind)} for kind, names in used.items()
     }
 
 

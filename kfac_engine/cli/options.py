@@ -47,26 +47,27 @@ def one_or_all(
     return values[0] if len(values) == 1 else values or None
 
 
-# A loss by name, with options in brackets and the output that has it.
-_LOSS = re.compile(r"(?:(?P<output>.*?)=)?(?P<loss>\w+(?:\(.*\))?)", re.S)
+# The output that has a loss, and the loss by name, with options in brackets.
+_LOSS = re.compile(r"(?:(.*?)=)?(\w+(?:\(.*\))?)", re.S)
 
 
 def chosen_losses(
     context: click.Context, parameter: click.Parameter, values: tuple[str, ...]
 ) -> "LossChoices | None":
     """Return losses, or for values OUTPUT=LOSS a map from outputs to losses."""
-    matches = [_LOSS.fullmatch(value) for value in values]
-    outputs = [match["output"] if match else None for match in matches]
-    if not any(match and match["output"] is not None for match in matches):
-        return one_or_all(context, parameter, tuple(_loss(value) for value in values))
-    if not all(outputs):
+    pairs = [pair.groups() if (pair := _LOSS.fullmatch(v)) else (None, v) for v in values]
+    losses = tuple(_loss(text) for _, text in pairs)
+    outputs = [output for output, _ in pairs if output is not None]
+    if not outputs:
+        return one_or_all(context, parameter, losses)
+    if len(outputs) < len(pairs) or "" in outputs:
         raise click.BadParameter(
             f"expected LOSS or OUTPUT=LOSS in all of them, such as 'box*=normal'; got "
             f"{', '.join(values)}."
         )
     if len(set(outputs)) < len(outputs):
         raise click.BadParameter(f"an output is given twice: {', '.join(values)}.")
-    return {str(m["output"]): _loss(m["loss"]) for m in matches if m}
+    return dict(zip(outputs, losses, strict=True))
 
 
 def _loss(text: str) -> "LossChoice":
