@@ -43,6 +43,11 @@ class Workers:
     def __init__(self, count: int | None = None) -> None:
         self.count = count or default_count()
 
+    @property
+    def free(self) -> int:
+        """Number of threads that an operation may use: one inside a task."""
+        return 1 if _INSIDE.get() else self.count
+
     def run(self, tasks: Iterable[Callable[[], object]]) -> None:
         """Run all tasks in any order, and wait for them.
 
@@ -52,7 +57,7 @@ class Workers:
         started are not run.
         """
         queue = deque(tasks)
-        helpers = 0 if _INSIDE.get() else min(self.count, len(queue)) - 1
+        helpers = min(self.free, len(queue)) - 1
         with single_threaded_blas():
             if helpers > 0:
                 _run_with_helpers(queue, helpers)
@@ -65,7 +70,7 @@ class Workers:
         A slice has at least ``least`` entries, unless it is the only one. Inside a task there is
         one slice.
         """
-        parts = 1 if _INSIDE.get() else max(1, min(self.count, length // max(least, 1)))
+        parts = max(1, min(self.free, length // max(least, 1)))
         edges = [length * i // parts for i in range(parts + 1)]
         return [slice(a, b) for a, b in pairwise(edges)]
 
@@ -76,7 +81,7 @@ def default_count(ranks_on_node: int = 1) -> int:
     ``ranks_on_node`` processes of one program share the cores of this node.
     """
     with _BLAS_LIMIT.lock:
-        numbers = _BLAS_LIMIT.before if _BLAS_LIMIT.count else _numbers_of_threads()
+        numbers = _BLAS_LIMIT.before if _BLAS_LIMIT.count else [b.num_threads for b in _blas()]
         count = max(1, min(max(numbers, default=1), usable_cores()))
     return min(count, threads_of_a_rank(usable_cores(), ranks_on_node, os.cpu_count()))
 
@@ -106,7 +111,7 @@ class _BlasLimit:
     def __enter__(self) -> None:
         with self.lock:
             if self.count == 0:
-                self.before = _numbers_of_threads()
+                self.before = [library.num_threads for library in _blas()]
                 _set_threads([1] * len(self.before), self.before)
             self.count += 1
 
@@ -196,11 +201,6 @@ def _run_queue(queue: _Tasks) -> None:
         raise
     finally:
         _INSIDE.reset(token)
-
-
-def _numbers_of_threads() -> list[int]:
-    """Return the number of threads of each BLAS library of the process."""
-    return [library.num_threads for library in _blas()]
 
 
 def _set_threads(numbers: Sequence[int], present: Sequence[int]) -> None:

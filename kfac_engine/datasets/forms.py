@@ -224,7 +224,7 @@ def refuse_separate_targets(value: object, call: str) -> None:
 
 def is_array(value: object) -> bool:
     """Return whether a value is an array of any library."""
-    return any(hasattr(value, name) for name in ("__array__", "__dlpack__"))
+    return hasattr(value, "__array__") or hasattr(value, "__dlpack__")
 
 
 def _whole(data: Any, axes: ExampleAxes, labeled: bool, pair: bool = False) -> Batch | None:

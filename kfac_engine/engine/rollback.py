@@ -110,12 +110,9 @@ def _may_overflow(
     if norm is None:
         squares = fisher.factors[0].backend.squared_norms(list(gradients.values()))
         norm = sqrt(fsum(squares))
-    dtypes = (types.get(name, array.dtype) for name, array in gradients.items())
-    largest = min(map(_largest, dtypes), default=1.0)
+    dtypes = {types.get(name, array.dtype) for name, array in gradients.items()}
+    # NumPy does not know bfloat16, whose largest number is about that of float32.
+    known = [dtype if dtype.kind == "f" else np.float32 for dtype in dtypes]
+    largest = min([float(np.finfo(dtype).max) for dtype in known], default=1.0)
     damping = fisher.least_damping
     return not (damping and norm * max(1.0, damping**exp) < _MARGIN * largest)
-
-
-def _largest(dtype: DType) -> float:
-    """Return the largest number of a type; for bfloat16, unknown to NumPy, of float32."""
-    return float(np.finfo(dtype if dtype.kind == "f" else np.float32).max)

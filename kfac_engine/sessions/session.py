@@ -147,14 +147,14 @@ class Session(Uncopied):
         if few and sum(map(_BYTES, feeds.values())) <= _SMALL_BYTES:
             return self._run_copied(results, feeds, others)
         # Unlike other calls of ONNX Runtime, a binding does not compare each input with all feeds.
-        binding = self._session.io_binding()
+        binding = self._open[0].io_binding()
         for name, value in (host_values(feeds) | self._fed).items():
             binding.bind_ortvalue_input(name, value)
         for name, value in host_values(results).items():
             binding.bind_ortvalue_output(name, value)
         for name in others:
             binding.bind_output(name)
-        self._done(partial(self._session.run_with_iobinding, binding))
+        self._done(partial(self._open[0].run_with_iobinding, binding))
         values = binding.get_outputs()[len(results) :] if others else []
         return {name: self._view(name, value) for name, value in zip(others, values, strict=True)}
 
@@ -163,7 +163,7 @@ class Session(Uncopied):
     ) -> dict[str, Array]:
         """Do the work of ``run_into`` by copies, which is faster for small outputs."""
         names = [*results, *others]
-        call = partial(self._session.run, names, {**feeds, **self._fed})
+        call = partial(self._open[0].run, names, {**feeds, **self._fed})
         values = dict(zip(names, self._done(call), strict=True))
         for name, array in results.items():
             if values[name].shape != array.shape:
@@ -177,10 +177,6 @@ class Session(Uncopied):
                 raise BackendError(f"ONNX Runtime returned no value for '{name}' in {self._what}.")
             values[name].flags.writeable = False
         return {name: values[name] for name in others}
-
-    @property
-    def _session(self) -> ort.InferenceSession:
-        return self._open[0]
 
     def _done(self, call: Callable[[ort.RunOptions | None], _T]) -> _T:
         """Return the result of a run; convert exceptions of ONNX Runtime."""

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from types import ModuleType
 from typing import TypeVar
 
 import numpy as np
@@ -33,23 +32,13 @@ class NumpyBackend:
     """
 
     name = "numpy"
+    xp = np
+    many = None
 
     def __init__(self, *, scratch_bytes: int = SCRATCH_BYTES, threads: int | None = None) -> None:
         self.scratch_bytes = scratch_bytes
         self.workers = Workers(threads)
-        self._linalg = NumpyLinearAlgebra(self.workers, scratch_bytes)
-
-    @property
-    def xp(self) -> ModuleType:
-        return np
-
-    @property
-    def linalg(self) -> NumpyLinearAlgebra:
-        return self._linalg
-
-    @property
-    def many(self) -> None:
-        return None
+        self.linalg = NumpyLinearAlgebra(self.workers, scratch_bytes)
 
     def working_bytes(self, copied: int, inverted: int, decomposed: int) -> tuple[int, bool]:
         # Float64, one matrix at a time: the damped matrix and its inverse; or the matrix, its
@@ -192,5 +181,4 @@ class NumpyBackend:
 
     def _scratch(self) -> int:
         """Return the scratch memory of an operation, in bytes; inside a task, a share of it."""
-        free = len(self.workers.row_blocks(self.workers.count))
-        return self.scratch_bytes * free // self.workers.count
+        return self.scratch_bytes * self.workers.free // self.workers.count

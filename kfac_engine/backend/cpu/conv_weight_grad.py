@@ -113,8 +113,7 @@ def add_weight_gradient(
     groups = x.shape[1] // out.shape[1]
     sizes = groups, out.shape[1], out.shape[0] // groups
     geometry = Correlation(window, _cut(window, *sizes[1:]), *sizes, x.shape[2:])
-    free = len(workers.row_blocks(workers.count))  # 1 inside a task
-    numbers = scratch.most_bytes * free // workers.count // x.itemsize
+    numbers = scratch.most_bytes * workers.free // workers.count // x.itemsize
     multiplied = len(x) * (
         prod(g.shape[2:]) * out.size + _TO_COPY * prod(geometry.grid) * geometry.copied
     )

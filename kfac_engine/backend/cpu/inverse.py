@@ -80,7 +80,7 @@ def _from_float64(work: Array, whole: Array, span: slice) -> None:
 
 def _by_row_blocks(size: int, workers: Workers, work: Callable[[slice], None]) -> None:
     """Call a function on row blocks of about equal area below the diagonal, in threads."""
-    parts = len(workers.row_blocks(size)) if size >= _THREADED else 1
+    parts = workers.free if size >= _THREADED else 1
     if parts == 1:
         work(slice(0, size))
         return

@@ -147,7 +147,7 @@ def _blocks(matrix: Array) -> Blocks:
 
 def _thread_count(matrix: Array, workers: Workers) -> int:
     """Return the number of threads for a matrix: 1 for a small matrix or inside a task."""
-    return len(workers.row_blocks(len(matrix))) if len(matrix) >= _THREADED else 1
+    return workers.free if len(matrix) >= _THREADED else 1
 
 
 def _row_blocks(length: int, count: int) -> list[slice]:

@@ -39,7 +39,7 @@ def threads_for(multiplications: float, workers: Workers) -> int:
     A triangle takes ``d²·rows / 2`` multiplications.
     """
     worth = int(multiplications / _WORTH_A_THREAD)
-    return len(workers.row_blocks(min(worth, workers.count))) if worth > 1 else 1
+    return min(worth, workers.free) if worth > 1 else 1
 
 
 def run_tasks(tasks: Sequence[Callable[[], None]], threads: int, workers: Workers) -> None:

@@ -69,29 +69,18 @@ class CupyBackend:
         products: int | None = None,
     ) -> None:
         self.device = device or CupyDevice()
+        self.xp = self.device.xp
         self.scratch_bytes = scratch_bytes
         if products is None or not self.device.tensor_cores:
             products = _PRODUCTS if self.device.tensor_cores else 0
         self.tf32 = products == 1
         self._reads = DeviceReads(self.device)
-        self._many = CupyManyArrays(self.device)
-        self._linalg = CupyLinearAlgebra(self.device, scratch_bytes)
+        self.many = CupyManyArrays(self.device)
+        self.linalg = CupyLinearAlgebra(self.device, scratch_bytes)
         fastest = tuned(self.device.architecture)
         self._moments = PatchMoments(self.device, scratch_bytes, products, fastest)
         self._groups = GroupProducts(self.device, scratch_bytes)
         self._runs_tasks = self._fits = False
-
-    @property
-    def xp(self) -> ModuleType:
-        return self.device.xp
-
-    @property
-    def linalg(self) -> CupyLinearAlgebra:
-        return self._linalg
-
-    @property
-    def many(self) -> CupyManyArrays:
-        return self._many
 
     def working_bytes(self, copied: int, inverted: int, decomposed: int) -> tuple[int, bool]:
         del copied  # part of the reserved memory, which is never released
@@ -126,7 +115,7 @@ class CupyBackend:
         self._runs_tasks = True
         try:
             # Averages and second moments of several tasks share launches.
-            with self._many.gathered(), self._moments.gathered():
+            with self.many.gathered(), self._moments.gathered():
                 for task in tasks:  # the kernels of a task are launched while earlier kernels run
                     task.do()
         finally:

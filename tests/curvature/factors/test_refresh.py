@@ -36,8 +36,8 @@ class Counting(NumpyBackend):
 
     def __init__(self):
         super().__init__()
-        self._linalg = CountingAlgebra(self.workers, self.scratch_bytes)
-        self.calls = self._linalg.calls = []
+        self.linalg = CountingAlgebra(self.workers, self.scratch_bytes)
+        self.calls = self.linalg.calls = []
 
 
 def factors(backend, exps):

@@ -178,6 +178,6 @@ def test_nodes_run_in_the_order_of_the_graph(name, monkeypatch, tmp_path):
     nodes = fused(nodes, results)
     run = opened(nodes, {"x": (4, 4)}, results, SIDES)
     run.run(results, {"x": np.ones((4, 4), "f")})
-    events = json.loads(Path(run._session.end_profiling()).read_text(encoding="utf-8"))
+    events = json.loads(Path(run._open[0].end_profiling()).read_text(encoding="utf-8"))
     times = [event["name"] for event in events if event["name"].endswith("_kernel_time")]
     assert [time.removesuffix("_kernel_time") for time in times] == [node.name for node in nodes]
