@@ -29,9 +29,10 @@ from kfac_engine.errors import (
     suggestion,
     warn,
 )
-from kfac_engine.export.gradient_model import declared_shape, free_name, joint_model, saved_model
+from kfac_engine.export.gradient_model import declared_shape, free_name, joint_model
 from kfac_engine.graph.analysis.declared_constants import declare_untrained
 from kfac_engine.graph.analysis.trainable import excluded_reason
+from kfac_engine.graph.files import saved_model
 from kfac_engine.graph.load import LoadedModel, ModelSource, load_model
 from kfac_engine.graph.node_builder import FLOAT_CODES
 from kfac_engine.graph.structure import Fact, Graph, Input, Node

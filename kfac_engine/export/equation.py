@@ -35,8 +35,8 @@ from kfac_engine.export.derivatives import (
     points_input,
     unit_vectors,
 )
-from kfac_engine.export.gradient_model import saved_model
 from kfac_engine.graph.analysis.declared_constants import declare_residuals
+from kfac_engine.graph.files import saved_model
 from kfac_engine.graph.load import LoadedModel, ModelSource, load_model
 from kfac_engine.graph.node_builder import FLOAT_CODES
 from kfac_engine.graph.passes.bodies import with_new_names

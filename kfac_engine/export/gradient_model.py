@@ -42,7 +42,7 @@ from kfac_engine.export.loss_graphs import LOSS, Term, with_losses
 from kfac_engine.export.target_inputs import Form, TargetInputs
 from kfac_engine.graph.analysis.subgraph import final_outputs
 from kfac_engine.graph.analysis.trainable import matching, trainable_parameters
-from kfac_engine.graph.files import declare, model_files, with_constants, write_model
+from kfac_engine.graph.files import saved_model, with_constants
 from kfac_engine.graph.load import LoadedModel, ModelSource, load_model
 from kfac_engine.graph.passes.upcast import GradientDType, in_types, result_types, with_borders
 from kfac_engine.graph.structure import Fact, Graph, Input, Node, values_read
@@ -52,7 +52,6 @@ from kfac_engine.losses.objective import Reduction, check_reduction
 from kfac_engine.losses.output import OutputLoss
 from kfac_engine.runtime.example_axis import with_batch_axes
 from kfac_engine.runtime.lower import lowered, with_taken_branches
-from kfac_engine.system.writing import checked_path
 
 TARGETS, COTANGENT, GRADIENT = "targets", "cotangent", "gradient/"
 DeclaredShape: TypeAlias = tuple[int | str | None, ...]
@@ -163,20 +162,6 @@ def differentiate(  # noqa: PLR0913 (every choice a user has, each with a defaul
     if provider == "webgpu":
         result, constants = for_webgpu(with_constants(result, constants)), {}
     return saved_model(result, constants, path)
-
-
-def saved_model(
-    model: ModelProto, constants: Mapping[str, Array], path: str | Path | None
-) -> ModelProto:
-    """Return a model with its initializers, after it was written to ``path`` unless that is None.
-
-    If the weights do not fit into one file, the result refers to the second file.
-    """
-    if path is None:
-        return with_constants(model, constants)
-    files = model_files(declare(model, constants), constants, f"{checked_path(path).name}.data")
-    write_model(path, files)
-    return model
 
 
 def free_name(name: str, graph: Graph) -> str:

@@ -1,6 +1,7 @@
 """Returns ONNX's definitions of operators by other operators, as protobuf functions."""
 
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from typing import Any
 
 import onnx
@@ -52,8 +53,7 @@ def as_call(
         )
         function.ParseFromString(data)
     function.domain, function.name = DOMAIN, name
-    call = onnx.NodeProto()
-    call.CopyFrom(node)
+    call = deepcopy(node)
     call.domain, call.op_type = DOMAIN, name
     explicit = {entry.name for entry in call.attribute}
     for key, attribute in schema.attributes.items():

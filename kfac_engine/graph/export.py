@@ -1,6 +1,7 @@
 """Writes new weights into the user's model, and keeps its nodes, names and element types."""
 
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 
 import numpy as np
 import onnx
@@ -14,10 +15,7 @@ from kfac_engine.graph.passes.order import all_nodes
 from kfac_engine.graph.passes.upcast import in_types
 from kfac_engine.graph.structure import Input, Node
 from kfac_engine.graph.tensors import nested_initializers
-from kfac_engine.graph.write import node_proto, tensor, value_info
-
-# The first version of the format in which an initializer need not be an input of the graph.
-_INITIALIZERS_ALONE = 4
+from kfac_engine.graph.write import INITIALIZERS_ALONE, node_proto, tensor, value_info
 
 
 def export_files(model: LoadedModel, values: Mapping[str, Array], location: str) -> ModelFiles:
@@ -58,7 +56,7 @@ def extended_files(
     result.graph.node.extend(node_proto(node, versions) for node in nodes)
     result.graph.output.extend(map(value_info, outputs))
     result.graph.initializer.extend(onnx.TensorProto(name=name) for name in constants)
-    if result.ir_version < _INITIALIZERS_ALONE:
+    if result.ir_version < INITIALIZERS_ALONE:
         entries = (Input(name, array.dtype, array.shape) for name, array in constants.items())
         result.graph.input.extend(map(value_info, entries))
     return model_files(result, {**values, **constants}, location)
@@ -77,8 +75,7 @@ def _with_nodes(
 ) -> tuple[onnx.ModelProto, dict[str, Array]]:
     """Return the message with new values in its nodes, and the values of its initializers."""
     constants = in_types({**model.graph.constants, **_checked(model, values)}, model.stored)
-    result = onnx.ModelProto()
-    result.CopyFrom(model.template)
+    result = deepcopy(model.template)
     written = {entry.name for entry in result.graph.initializer}
     for node in all_nodes(result.graph.node):
         names = [name for name in node.output if name in values]

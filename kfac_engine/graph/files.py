@@ -14,12 +14,12 @@ from pathlib import Path
 
 import numpy as np
 import onnx
-from onnx import TensorProto, helper
+from onnx import TensorProto
 
 from kfac_engine._types import Array, DType
 from kfac_engine.errors import InputError, ModelError, UnsupportedError
-from kfac_engine.graph.write import MAX_BYTES, serialize, tensor
-from kfac_engine.system.writing import write_file
+from kfac_engine.graph.write import MAX_BYTES, external_tensor, serialize, tensor
+from kfac_engine.system.writing import checked_path, write_file
 
 # Largest number of bytes of weights in a message; 64 MiB of the limit are reserved for other
 # contents.
@@ -62,6 +62,20 @@ def with_constants(model: onnx.ModelProto, constants: Mapping[str, Array]) -> on
     return model
 
 
+def saved_model(
+    model: onnx.ModelProto, constants: Mapping[str, Array], path: str | Path | None
+) -> onnx.ModelProto:
+    """Return a model with its initializers, after it was written to ``path`` unless that is None.
+
+    If the weights do not fit into one file, the result refers to the second file.
+    """
+    if path is None:
+        return with_constants(model, constants)
+    files = model_files(declare(model, constants), constants, f"{checked_path(path).name}.data")
+    write_model(path, files)
+    return model
+
+
 def declare(model: onnx.ModelProto, constants: Iterable[str]) -> onnx.ModelProto:
     """Add initializers without data to ``model``, in place, and return it."""
     model.graph.initializer.extend(TensorProto(name=name) for name in constants)
@@ -85,7 +99,8 @@ def model_files(
         if not beside or array.nbytes < _SMALL_BYTES or is_packed(array.dtype):
             entry.CopyFrom(tensor(array, entry.name))
             continue
-        entry.CopyFrom(_reference(entry.name, array, location, offset))
+        place = {"location": location, "offset": offset, "length": array.nbytes}
+        entry.CopyFrom(external_tensor(entry.name, array, **place))
         tensors.append(array)
         offset += array.nbytes + -array.nbytes % _ALIGNMENT
     return ModelFiles(serialize(model), location, tuple(tensors))
@@ -106,18 +121,6 @@ def write_model(path: str | Path, files: ModelFiles) -> None:
             )
         write_file(target.with_name(files.location), files.data())
     write_file(path, [files.message])
-
-
-def _reference(name: str, array: Array, location: str, offset: int) -> TensorProto:
-    entry = TensorProto(
-        name=name,
-        data_type=helper.np_dtype_to_tensor_dtype(array.dtype),
-        dims=array.shape,
-        data_location=TensorProto.EXTERNAL,
-    )
-    for key, value in (("location", location), ("offset", offset), ("length", array.nbytes)):
-        entry.external_data.add(key=key, value=str(value))
-    return entry
 
 
 # Element types with several elements in a byte, which NumPy cannot map.

@@ -7,16 +7,11 @@ import onnx
 from onnx import helper
 
 from kfac_engine._types import Array
-from kfac_engine.graph.definitions import DOMAIN, as_call, is_defined
+from kfac_engine.graph.definitions import DOMAIN, as_call
 from kfac_engine.graph.load import load_graph
 from kfac_engine.graph.passes.bodies import rename
 from kfac_engine.graph.structure import Fact, Graph, Node
 from kfac_engine.graph.write import node_proto, tensor
-
-
-def has_definition(node: Node, versions: Mapping[str, int]) -> bool:
-    """Return whether ONNX defines the operator of ``node`` by other operators."""
-    return is_defined(node.op, node.domain, versions)
 
 
 def definition(

@@ -9,6 +9,7 @@ operators that ONNX Runtime cannot execute.
 import os
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -68,9 +69,7 @@ def read_model(source: "str | os.PathLike[str] | bytes | onnx.ModelProto") -> on
     change it.
     """
     if isinstance(source, onnx.ModelProto):
-        copy = onnx.ModelProto()
-        copy.CopyFrom(source)
-        return copy
+        return deepcopy(source)
     if isinstance(source, bytes):
         return _parse(source, "the given bytes object")
     if isinstance(source, str | os.PathLike):
@@ -335,8 +334,7 @@ def _canonical(
     ``constants`` receives the constants that the file writes as nodes.
     """
     # The inputs of this graph are the data and the large constants.
-    working = onnx.ModelProto()
-    working.CopyFrom(template)
+    working = deepcopy(template)
     _declare_constants(working.graph, constants)
     working = inline_functions(working)
     unify_standard_domain(working)

@@ -4,7 +4,7 @@
 attributes are plain Python values and tensors are NumPy arrays.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TypeAlias
@@ -141,6 +141,17 @@ class Graph:
             for name in node.captures:
                 uses.setdefault(name, []).append((node, -1))
         return {name: tuple(readers) for name, readers in uses.items()}
+
+    def source(self, name: str, operators: Container[str]) -> str:
+        """Return the value from whose entries the operators in a row compute ``name``, or itself.
+
+        Each of the operators reads the result of the one before as its first operand.
+        """
+        maker = self.producers.get(name)
+        while maker is not None and maker.qualified_op in operators:
+            name = maker.inputs[0]
+            maker = self.producers.get(name)
+        return name
 
     @cached_property
     def tables(self) -> Tables:

@@ -10,7 +10,7 @@ from onnx import SparseTensorProto, TensorProto, helper, numpy_helper
 from kfac_engine._types import Array, DType
 from kfac_engine.errors import MemoryLimitError, ModelError
 from kfac_engine.graph.files import ExternalData
-from kfac_engine.graph.passes.order import all_nodes
+from kfac_engine.graph.passes.order import all_nodes, bodies_of
 from kfac_engine.system.memory_limits import available_memory
 
 # Largest number of entries of a value whose size is in the file: 16 GiB in float32.
@@ -31,6 +31,11 @@ def element_type(code: int, what: str) -> DType:
         raise ModelError(
             f"{what} has element type {code}, which ONNX does not define."
         ) from failure
+
+
+def distinct(array: Array) -> Array:
+    """Return an array without the repetitions of a broadcast view."""
+    return array[tuple(slice(1 if stride == 0 else None) for stride in array.strides)]
 
 
 def is_external(tensor: TensorProto) -> bool:
@@ -140,9 +145,8 @@ def nested_tensors(nodes: Iterable[onnx.NodeProto]) -> Iterator[TensorProto]:
 def nested_initializers(nodes: Iterable[onnx.NodeProto]) -> Iterator[TensorProto]:
     """Yield the initializers in the bodies of If, Loop and Scan."""
     for node in all_nodes(nodes):
-        for attribute in node.attribute:
-            for body in (attribute.g, *attribute.graphs):
-                yield from body.initializer
+        for body in bodies_of(node):
+            yield from body.initializer
 
 
 def _inline_array(tensor: TensorProto, dtype: DType, what: str) -> Array:

@@ -9,6 +9,7 @@ that a ``Split`` into many parts, such as the steps of a recurrence, becomes a t
 """
 
 from collections.abc import Iterator, Mapping
+from copy import deepcopy
 from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
@@ -16,7 +17,7 @@ import onnx
 from onnx import helper, numpy_helper, shape_inference
 
 from kfac_engine.errors import UnsupportedError
-from kfac_engine.graph.passes.order import all_nodes, claim, taken_names
+from kfac_engine.graph.passes.order import all_nodes, bodies_of, claim, taken_names
 
 # Where a file is to run: on any provider of ONNX Runtime, or also on WebGPU.
 Provider: TypeAlias = Literal["any", "webgpu"]
@@ -46,9 +47,8 @@ def _drop_unread(graph: onnx.GraphProto, read: set[str]) -> None:
     del graph.initializer[:]
     graph.initializer.extend(entries)
     for node in graph.node:
-        for attribute in node.attribute:
-            if attribute.HasField("g"):
-                _drop_unread(attribute.g, read)
+        for body in bodies_of(node):
+            _drop_unread(body, read)
 
 
 def _shapes(graph: onnx.GraphProto) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -58,9 +58,8 @@ def _shapes(graph: onnx.GraphProto) -> Iterator[tuple[str, tuple[int, ...]]]:
             yield entry.name, tuple(side.dim_value for side in entry.type.tensor_type.shape.dim)
     yield from ((entry.name, tuple(entry.dims)) for entry in graph.initializer)
     for node in graph.node:
-        for attribute in node.attribute:
-            if attribute.HasField("g"):
-                yield from _shapes(attribute.g)
+        for body in bodies_of(node):
+            yield from _shapes(body)
 
 
 def _rewrite(
@@ -72,9 +71,8 @@ def _rewrite(
     constants = {**outer, **{entry.name: entry for entry in graph.initializer}}
     nodes = []
     for node in graph.node:
-        for attribute in node.attribute:
-            if attribute.HasField("g"):
-                _rewrite(attribute.g, shapes, constants, names)
+        for body in bodies_of(node):
+            _rewrite(body, shapes, constants, names)
         if node.op_type == "Split" and not node.domain and len(node.output) > _PARTS:
             nodes += _tree(graph, node, constants, names)
             continue
@@ -120,8 +118,7 @@ def _tree(
                 inner += split(name, outputs[cut], sizes[cut])
         lengths = claim(f"{label}: sizes", names)
         graph.initializer.append(numpy_helper.from_array(np.array(widths, np.int64), lengths))
-        outer = onnx.NodeProto()
-        outer.CopyFrom(node)
+        outer = deepcopy(node)
         outer.name = claim(f"{label}: node", names)
         outer.input[:], outer.output[:] = [value, lengths], whole
         return [outer, *inner]
@@ -167,11 +164,9 @@ def _padded(
     inputs = [node.input[0], widened(node.input[1], filters[1:])]
     if len(node.input) > 2 and node.input[2]:
         inputs.append(widened(node.input[2], ()))
-    copy = onnx.NodeProto()
-    copy.CopyFrom(node)
-    wide = claim(f"{label}: wide", names)
-    copy.input[:], copy.output[:] = inputs, [wide]
-    nodes.append(copy)
+    wide, computed = claim(f"{label}: wide", names), deepcopy(node)
+    computed.input[:], computed.output[:] = inputs, [wide]
+    nodes.append(computed)
     split = op("Reshape", wide, constant("by group", [0, groups, padded, -1]))
     bounds = [constant(what, [k]) for what, k in (("start", 0), ("stop", width), ("axis", 2))]
     cut = op("Slice", split, *bounds)

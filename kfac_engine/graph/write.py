@@ -25,6 +25,9 @@ ModelProto: TypeAlias = onnx.ModelProto
 # Protobuf cannot serialize a larger message.
 MAX_BYTES = 2**31 - 1
 
+# The first version of the format in which an initializer need not be an input of the graph.
+INITIALIZERS_ALONE = 4
+
 # Oldest format version that is written. Newer operator sets require newer versions.
 _MIN_IR_VERSION = 10
 
@@ -204,7 +207,9 @@ def compact_model(  # noqa: PLR0913 (those of build_model, and ``once``)
     copied, fed = ({}, large) if once or size > MOST_COPIED_BYTES else (large, {})
     declared = [*inputs, *(Input(key, array.dtype, array.shape) for key, array in fed.items())]
     model = build_model(nodes, declared, outputs, small, opset, name=name, domains=domains)
-    model.graph.initializer.extend(_declaration(key, array) for key, array in copied.items())
+    model.graph.initializer.extend(
+        external_tensor(key, array, location="memory") for key, array in copied.items()
+    )
     contiguous = {key: np.ascontiguousarray(array) for key, array in copied.items()}
     texts = any(entry.dtype.kind in "OUST" for entry in declared)
     return CompactModel(serialize(model), contiguous, fed, len(nodes), reads_text=texts)
@@ -214,12 +219,14 @@ def _is_large(array: Array) -> bool:
     return array.nbytes > _SMALL_BYTES and array.dtype.kind in _SHARED_KINDS
 
 
-def _declaration(name: str, array: Array) -> TensorProto:
+def external_tensor(name: str, array: Array, **place: object) -> TensorProto:
+    """Return the declaration of an array whose bytes are elsewhere: at the entries of ``place``."""
     declared = TensorProto(
         name=name,
         data_type=helper.np_dtype_to_tensor_dtype(array.dtype),
         dims=array.shape,
         data_location=TensorProto.EXTERNAL,
     )
-    declared.external_data.add(key="location", value="memory")
+    for key, value in place.items():
+        declared.external_data.add(key=key, value=str(value))
     return declared

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from kfac_engine._types import Array, DType
-from kfac_engine.graph.analysis.subgraph import handed_on, of_data
+from kfac_engine.graph.analysis.subgraph import PASS_ON, of_data
 from kfac_engine.graph.structure import ONLY_SHAPES, Graph, Node
 from kfac_engine.layers.layer_forms import LayerForm, dense_form, tied_form
 from kfac_engine.layers.match import LayerMatch, MatchContext, Tensors
@@ -239,7 +239,7 @@ def _layer_of(context: MatchContext, group: _Group, match: Matcher) -> LayerMatc
         return next(m for m in matches if isinstance(m, str)) if len(uses) == 1 else several
     # The parameter itself if the layer reads its layout, else the value that the layer reads. Uses
     # are counted by name, so nodes between the parameter and the layer must not change it.
-    plain = all(handed_on(context.graph, value) == group.parameter for value in group.values)
+    plain = all(context.graph.source(value, PASS_ON) == group.parameter for value in group.values)
     for name in (group.parameter, *group.values) if plain else group.values:
         renamed = [_with_weight(context, layer, name) for layer in layers]
         if all(renamed):
@@ -271,7 +271,7 @@ def _with_named_bias(context: MatchContext, layer: LayerMatch) -> LayerMatch:
     weight, *biases = layer.parameters
     for i, name in enumerate(biases):
         view = context.views.get(name)
-        if view and view.in_order and handed_on(context.graph, name) == view.parameter:
+        if view and view.in_order and context.graph.source(name, PASS_ON) == view.parameter:
             biases[i] = view.parameter
     return replace(layer, parameters=(weight, *biases))
 

@@ -90,9 +90,7 @@ def embedding_match(context: MatchContext, table: str, ids: str, rows: str) -> L
 
 def find_token_ids(context: MatchContext, value: str) -> str:
     """Return the name of the token ids that ``value`` encodes as one-hot rows, or ``""``."""
-    node = context.graph.producers.get(value)
-    while node is not None and node.op in ("Cast", "Identity"):
-        node = context.graph.producers.get(node.inputs[0])
+    node = context.graph.producers.get(context.graph.source(value, {"Cast", "Identity"}))
     if node is None or node.qualified_op != "OneHot":
         return ""
     ids, _, values = node.inputs

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kfac_engine.graph.analysis.normalized import before_scale
-from kfac_engine.graph.analysis.subgraph import handed_on
+from kfac_engine.graph.analysis.subgraph import PASS_ON
 from kfac_engine.graph.structure import Node
 from kfac_engine.layers.layer_forms import BroadcastShape, ScaleShiftForm
 from kfac_engine.layers.match import LayerMatch, MatchContext, NewValue
@@ -167,7 +167,7 @@ def _broadcast_parameter(context: MatchContext, value: str) -> _BroadcastParamet
         or len(wide) > 1
     ):
         return _BroadcastParameter(value, value)
-    if handed_on(context.graph, value) != view.parameter:
+    if context.graph.source(value, PASS_ON) != view.parameter:
         return _BroadcastParameter(value, value)
     axis = wide[0] - len(context.shapes[value]) if wide else -1
     return _BroadcastParameter(view.parameter, value, axis)

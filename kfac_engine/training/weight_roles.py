@@ -7,7 +7,6 @@ import numpy as np
 
 from kfac_engine.curvature.blocks.base import FisherBlock, uses
 from kfac_engine.engine.engine import Engine
-from kfac_engine.graph.analysis.subgraph import rearranged
 from kfac_engine.graph.structure import RELAYS, Node
 from kfac_engine.training.feature_bounds import model_of
 from kfac_engine.training.units import Units
@@ -29,11 +28,11 @@ def predictions_of(engine: Engine) -> dict[str, str]:
     The input may be a view of the layer's outputs, such as that of ``Squeeze``.
     """
     graph = model_of(engine).graph
-    inputs = {rearranged(graph, name): name for name in engine.objective.inputs}
+    inputs = {graph.source(name, RELAYS): name for name in engine.objective.inputs}
     return {
         name: inputs[output]
         for layer in engine.layers
-        for output in (rearranged(graph, name) for name in uses(layer.outputs))
+        for output in (graph.source(name, RELAYS) for name in uses(layer.outputs))
         if output in inputs
         for name in layer.parameters
         if name in engine.parameters and engine.parameters[name].size

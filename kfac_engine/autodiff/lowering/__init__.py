@@ -31,7 +31,8 @@ from typing import TypeAlias
 from kfac_engine._types import Array
 from kfac_engine.autodiff.lowering.builder import LoweringBuilder
 from kfac_engine.autodiff.rules import ZERO_DERIVATIVE, load_rules
-from kfac_engine.graph.functions import definition, has_definition
+from kfac_engine.graph.definitions import is_defined
+from kfac_engine.graph.functions import definition
 from kfac_engine.graph.structure import Graph, Node
 from kfac_engine.registry import Registry
 
@@ -60,7 +61,7 @@ def find_lowering(node: Node, graph: Graph) -> Lowering | None:
     if op in load_rules() or op in ZERO_DERIVATIVE:
         return None
     versions = {"": graph.opset, **graph.domains}
-    return write_definition if has_definition(node, versions) else None
+    return write_definition if is_defined(node.op, node.domain, versions) else None
 
 
 @cache

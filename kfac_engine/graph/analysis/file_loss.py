@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from kfac_engine._types import Array
-from kfac_engine.graph.analysis.subgraph import read_by
+from kfac_engine.graph.analysis.subgraph import SubGraph, read_by
 from kfac_engine.graph.structure import Graph, Node
 
 Distribution = Literal["categorical", "multi_bernoulli", "normal"]
@@ -286,20 +286,13 @@ def _unexpanded(graph: Graph, name: str) -> str:
     return node.inputs[0] if node is not None and node.op == "Expand" else name
 
 
-def _ancestors(graph: Graph, name: str) -> tuple[list[Node], set[str]]:
+def _ancestors(graph: Graph, name: str) -> tuple[tuple[Node, ...], set[str]]:
     """Return the nodes that compute a value, in order, and the inputs that it depends on."""
-    names = {entry.name for entry in graph.inputs}
-    needed, inputs, nodes = {name}, set[str](), []
-    for node in reversed(graph.nodes):
-        if needed.isdisjoint(node.outputs):
-            continue
-        nodes.append(node)
-        needed.update(node.inputs, node.captures)
-    inputs = needed & names
-    return nodes[::-1], inputs
+    part = SubGraph(graph, [name])
+    return part.nodes, set(part.filter_list(entry.name for entry in graph.inputs))
 
 
-def _part(graph: Graph, nodes: list[Node], *, inputs: Collection[str], output: str) -> Graph:
+def _part(graph: Graph, nodes: tuple[Node, ...], *, inputs: Collection[str], output: str) -> Graph:
     """Return some nodes of a graph, with all its constants."""
     entries = tuple(entry for entry in graph.inputs if entry.name in inputs)
-    return replace(graph, nodes=tuple(nodes), inputs=entries, outputs=(output,))
+    return replace(graph, nodes=nodes, inputs=entries, outputs=(output,))

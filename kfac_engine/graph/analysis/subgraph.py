@@ -6,7 +6,7 @@ from kfac_engine._types import Array
 from kfac_engine.graph.structure import ONLY_SHAPES, RELAYS, Graph, Node, values_read
 
 # Operators whose result represents their operand. A slice of a weight may be the weight of a layer.
-_PASS_ON = RELAYS | {"Slice"}
+PASS_ON = RELAYS | {"Slice"}
 
 
 def dependents(
@@ -49,7 +49,7 @@ def final_outputs(graph: Graph, outputs: Iterable[str]) -> list[str]:
     such a value, or a rearrangement of it, is too.
     """
     outputs = list(outputs)
-    sources = {name: rearranged(graph, name) for name in outputs}
+    sources = {name: graph.source(name, RELAYS) for name in outputs}
     final = []
     for name in outputs:
         after = dependents(graph.nodes, [sources[name]])
@@ -58,30 +58,12 @@ def final_outputs(graph: Graph, outputs: Iterable[str]) -> list[str]:
     return final
 
 
-def rearranged(graph: Graph, value: str) -> str:
-    """Return the value that ``value`` is a view of, or itself."""
-    maker = graph.producers.get(value)
-    while maker is not None and maker.qualified_op in RELAYS:
-        value = maker.inputs[0]
-        maker = graph.producers.get(value)
-    return value
-
-
 def read_by(
     nodes: Iterable[Node], constants: Mapping[str, Array], *, excluded: Container[str]
 ) -> dict[str, Array]:
     """Return the constants that nodes and their bodies read, without ``excluded`` names."""
     reads = values_read(nodes)
     return {n: array for n, array in constants.items() if n in reads and n not in excluded}
-
-
-def handed_on(graph: Graph, value: str) -> str:
-    """Return the value from which operators such as Reshape and Slice compute ``value``."""
-    maker = graph.producers.get(value)
-    while maker is not None and maker.qualified_op in _PASS_ON:
-        value = maker.inputs[0]
-        maker = graph.producers.get(value)
-    return value
 
 
 class SubGraph:
@@ -118,7 +100,7 @@ class SubGraph:
         passed_on: set[str] = set()
         for view in views:  # the loop appends to the list
             for node in self._readers.get(view, ()):
-                if node.qualified_op in _PASS_ON:
+                if node.qualified_op in PASS_ON:
                     views += [result for result in node.outputs if result not in passed_on]
                     passed_on.update(node.outputs)
                 elif node.qualified_op not in ONLY_SHAPES:

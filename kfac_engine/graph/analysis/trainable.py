@@ -20,7 +20,7 @@ from kfac_engine.graph.analysis.exporter_changes import is_computed
 from kfac_engine.graph.node_builder import FLOAT_CODES
 from kfac_engine.graph.passes.bodies import Body, body_of
 from kfac_engine.graph.structure import RELAYS, Graph, Node, Subgraph
-from kfac_engine.graph.tensors import FLOATS
+from kfac_engine.graph.tensors import FLOATS, distinct
 
 # Descriptions of operands that are settings, not weights, by operator and operand index.
 _SETTINGS: Mapping[tuple[str, int], str] = {
@@ -271,9 +271,7 @@ def _names_inside(graph: Graph, node: Node, index: int, name: str) -> Iterator[t
 
 def _is_unchanged(body: Body, result: str, index: int) -> bool:
     """Return whether a result of a body is its operand ``index``, unchanged."""
-    while result in body.graph.producers and body.graph.producers[result].op == "Identity":
-        result = body.graph.producers[result].inputs[0]
-    return result == body.inputs[index]
+    return body.graph.source(result, {"Identity"}) == body.inputs[index]
 
 
 def _why_none(graph: Graph) -> str:
@@ -328,7 +326,7 @@ def _setting(graph: Graph, array: Array, node: Node, index: int, *, learned: boo
         return f"a single number in arithmetic {where}"
     if node.op == "Div" and index == 1 and holds_count(array):
         return f"a count {where}"
-    if is_mask(array) or (node.op in {"Add", "Where"} and (_distinct(array) < _MASKED).any()):
+    if is_mask(array) or (node.op in {"Add", "Where"} and (distinct(array) < _MASKED).any()):
         return f"a mask {where}"
     return None
 
@@ -372,9 +370,7 @@ def _scales_whole(graph: Graph, node: Node, index: int) -> bool:
 
 def _is_whole(graph: Graph, name: str) -> bool:
     """Return whether a value is a view, cast or shift of an integer constant of few bits."""
-    while name in graph.producers and graph.producers[name].op in {*_ROWS, "Sub"}:
-        name = graph.producers[name].inputs[0]
-    array = graph.constants.get(name)
+    array = graph.constants.get(graph.source(name, {*_ROWS, "Sub"}))
     if array is None or array.dtype.name not in _INTEGERS:
         return False
     return bool((np.abs(array.astype(np.int64)) > 1).any())  # zeros and ones are a mask
@@ -387,11 +383,6 @@ def _follows_layer(graph: Graph, node: Node) -> bool:
 
 def _is_float(array: Array) -> bool:
     return array.dtype.name in FLOATS and array.size > 0
-
-
-def _distinct(array: Array) -> Array:
-    """Return an array without the repetitions of a broadcast view."""
-    return array[tuple(slice(1 if stride == 0 else None) for stride in array.strides)]
 
 
 def _refuse_non_finite(name: str, array: Array) -> None:
@@ -407,6 +398,6 @@ def _non_finite(array: Array) -> int:
     """Return the number of NaN and infinite entries of an array."""
     with np.errstate(over="ignore", invalid="ignore"):
         # A sum with a non-finite term is not finite. It needs one pass and no temporary array.
-        if np.isfinite(_distinct(array).sum()):
+        if np.isfinite(distinct(array).sum()):
             return 0
-    return int(np.count_nonzero(~np.isfinite(_distinct(array))))
+    return int(np.count_nonzero(~np.isfinite(distinct(array))))

@@ -5,6 +5,7 @@ The message has no data of initializers; ``constants`` has them, mapped where th
 
 import os
 from collections.abc import Collection, Iterable, Mapping
+from copy import deepcopy
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -12,20 +13,17 @@ import onnx
 from onnx import helper, shape_inference
 
 from kfac_engine._types import Array
-from kfac_engine.graph.files import declare, model_files, with_constants, write_model
+from kfac_engine.graph.files import saved_model
 from kfac_engine.graph.load import ModelSource, axis_size, separated_model
 from kfac_engine.graph.passes.canonicalize import check_versions, inline_functions, opset
 from kfac_engine.graph.passes.constants import constant_value
 from kfac_engine.graph.passes.order import claim, reads, sort_nodes, taken_names
 from kfac_engine.graph.structure import Input
 from kfac_engine.graph.tensors import element_type
-from kfac_engine.graph.write import ModelProto, tensor, value_info
-from kfac_engine.system.writing import checked_path
+from kfac_engine.graph.write import INITIALIZERS_ALONE, ModelProto, tensor, value_info
 
 # Larger constants are not shapes; shape inference needs only their sizes.
 _SMALL = 1024
-# The first version of the format in which an initializer need not be an input of the graph.
-_INITIALIZERS_ALONE = 4
 
 
 class EditedModel:
@@ -49,7 +47,7 @@ class EditedModel:
         check_versions(message)
         message = inline_functions(message)
         sort_nodes(message.graph)
-        self.nodes = [_copy(node) for node in message.graph.node]
+        self.nodes = [deepcopy(node) for node in message.graph.node]
         del message.graph.node[:]
         self.message = message
         self.opset = opset(message)
@@ -94,7 +92,7 @@ class EditedModel:
         """
         self.constants[name] = value
         self.initializers.append(name)
-        if overridable or self.message.ir_version < _INITIALIZERS_ALONE:
+        if overridable or self.message.ir_version < INITIALIZERS_ALONE:
             entry = value_info(Input(name, value.dtype, value.shape))
             self.message.graph.input.append(entry)
         return name
@@ -243,18 +241,12 @@ class EditedModel:
 
     def written(self, path: str | Path | None = None) -> ModelProto:
         """Return the edited model; with a path, also write it, with a second file beyond 2 GB."""
-        model = self._whole()
         constants = {name: self.constants[name] for name in self.initializers}
-        if path is None:
-            return with_constants(model, constants)
-        location = f"{checked_path(path).name}.data"
-        write_model(path, model_files(declare(model, constants), constants, location))
-        return model
+        return saved_model(self._whole(), constants, path)
 
     def _whole(self) -> ModelProto:
         """Return the message with its nodes, without initializers."""
-        model = onnx.ModelProto()
-        model.CopyFrom(self.message)
+        model = deepcopy(self.message)
         del model.graph.initializer[:]
         model.graph.node.extend(self.nodes)
         return model
@@ -290,12 +282,6 @@ def operator(node: onnx.NodeProto) -> str:
     """Return the name of an operator, with a domain that is not the standard one as a prefix."""
     standard = node.domain in {"", "ai.onnx"}
     return str(node.op_type) if standard else f"{node.domain}::{node.op_type}"
-
-
-def _copy(node: onnx.NodeProto) -> onnx.NodeProto:
-    copy = onnx.NodeProto()
-    copy.CopyFrom(node)
-    return copy
 
 
 def _replace(entries, remaining) -> None:  # type: ignore[no-untyped-def] # repeated fields have no type

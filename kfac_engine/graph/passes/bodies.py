@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -12,7 +13,14 @@ from kfac_engine._types import Array
 from kfac_engine.errors import ModelError
 from kfac_engine.graph.nodes import canonical_nodes
 from kfac_engine.graph.passes.constants import constant_value, lift_constants
-from kfac_engine.graph.passes.order import all_nodes, captures, claim, label_of, taken_names
+from kfac_engine.graph.passes.order import (
+    all_nodes,
+    bodies_of,
+    captures,
+    claim,
+    label_of,
+    taken_names,
+)
 from kfac_engine.graph.structure import Graph, Node, Subgraph
 from kfac_engine.graph.tensors import FLOATS, to_array
 
@@ -138,7 +146,7 @@ def hoist_weights(graph: onnx.GraphProto, constants: dict[str, Array]) -> frozen
 
     def hoist_all(nodes: Iterable[onnx.NodeProto], prefix: str) -> None:
         for node in nodes:
-            for body in _bodies(node):
+            for body in bodies_of(node):
                 hoist(body, prefix + _prefix(node))
 
     hoist_all(graph.node, "")
@@ -149,7 +157,7 @@ def _defined(nodes: Iterable[onnx.NodeProto]) -> Iterator[str]:
     """Yield the names of values that nodes and their bodies define, with repetitions."""
     for node in nodes:
         yield from filter(None, node.output)
-        for body in _bodies(node):
+        for body in bodies_of(node):
             yield from (entry.name for entry in (*body.input, *body.initializer))
             yield from _defined(body.node)
 
@@ -177,13 +185,6 @@ def _rename(body: onnx.GraphProto, names: Mapping[str, str]) -> None:
         result.name = names.get(result.name, result.name)
 
 
-def _bodies(node: onnx.NodeProto) -> Iterator[onnx.GraphProto]:
-    for attribute in node.attribute:
-        if attribute.HasField("g"):
-            yield attribute.g
-        yield from attribute.graphs
-
-
 def fold_constant_ifs(graph: onnx.GraphProto, constants: Mapping[str, Array]) -> bool:
     """Replace each ``If`` with a constant condition by the nodes of a branch, in place.
 
@@ -205,9 +206,7 @@ def _folded(
     for node in nodes:
         branch = _selected_branch(node, constants)
         if branch is None:
-            copy = onnx.NodeProto()
-            copy.CopyFrom(node)
-            yield copy
+            yield deepcopy(node)
             continue
         outer = _outer_names(branch, f"{node.output[0]}.", used)
         rename(branch, outer)
@@ -223,8 +222,9 @@ def _selected_branch(
     if node.op_type != "If" or node.domain or node.input[0] not in constants:
         return None
     wanted = "then_branch" if constants[node.input[0]].all() else "else_branch"
-    branch = onnx.GraphProto()
-    branch.CopyFrom(next(entry.g for entry in node.attribute if entry.name == wanted))
+    branch: onnx.GraphProto = deepcopy(
+        next(entry.g for entry in node.attribute if entry.name == wanted)
+    )
     if len(branch.output) != len(node.output):
         raise ModelError(
             f"the {label_of(node)} has {len(node.output)} results, but its {wanted} has "
@@ -244,8 +244,5 @@ def rename(graph: onnx.GraphProto | onnx.FunctionProto, names: Mapping[str, str]
     for node in graph.node:
         node.input[:] = [names.get(name, name) for name in node.input]
         node.output[:] = [names.get(name, name) for name in node.output]
-        for attribute in node.attribute:
-            for body in (attribute.g, *attribute.graphs):
-                rename(body, names)
-                for result in body.output:
-                    result.name = names.get(result.name, result.name)
+        for body in bodies_of(node):
+            _rename(body, names)

@@ -5,6 +5,7 @@ onnx are fast.
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from copy import deepcopy
 
 import onnx
 from onnx import checker, defs, helper, inliner, shape_inference, version_converter
@@ -14,7 +15,7 @@ from kfac_engine.errors import ModelError, UnsupportedError
 from kfac_engine.graph.failures import model_errors
 from kfac_engine.graph.passes.bodies import refuse_unfit_bodies
 from kfac_engine.graph.passes.expansions import check_functions
-from kfac_engine.graph.passes.order import all_nodes, claim, label_of, taken_names
+from kfac_engine.graph.passes.order import all_nodes, bodies_of, claim, label_of, taken_names
 from kfac_engine.graph.tensors import to_array
 
 # Derivative rules are written for operator set 18 and newer sets.
@@ -66,8 +67,7 @@ def inline_functions(model: onnx.ModelProto) -> onnx.ModelProto:
     if not model.functions:
         return model
     check_functions(model)
-    called = onnx.ModelProto()
-    called.CopyFrom(model)
+    called = deepcopy(model)
     _add_default_attributes(called)
     with model_errors("the model's functions cannot be inlined"):
         return inliner.inline_local_functions(called, convert_version=True)
@@ -184,8 +184,7 @@ def _closed(model: onnx.ModelProto, version: int) -> onnx.ModelProto:
     # only to align axes.
     if version >= _NUMPY_BROADCAST:
         return model
-    closed = onnx.ModelProto()
-    closed.CopyFrom(model)
+    closed = deepcopy(model)
     for entry in closed.graph.input:
         for dim in entry.type.tensor_type.shape.dim:
             if dim.dim_value <= 0:
@@ -286,9 +285,8 @@ def put_steps_first(graph: onnx.GraphProto) -> None:
 def _rewrite(graph: onnx.GraphProto, used: set[str]) -> None:
     nodes = [new for node in graph.node for new in _rewritten(node, used)]
     for node in nodes:
-        for attribute in node.attribute:
-            for body in (attribute.g, *attribute.graphs):
-                _rewrite(body, used)
+        for body in bodies_of(node):
+            _rewrite(body, used)
     del graph.node[:]
     graph.node.extend(nodes)
 
@@ -299,9 +297,7 @@ def _is_batchwise(node: onnx.NodeProto) -> bool:
 
 
 def _rewritten(node: onnx.NodeProto, used: set[str]) -> Iterator[onnx.NodeProto]:
-    core = onnx.NodeProto()
-    core.CopyFrom(node)
-    after = []
+    core, after = deepcopy(node), []
     if _is_batchwise(node):
         attributes = [entry for entry in node.attribute if entry.name != "layout"]
         del core.attribute[:]

@@ -45,6 +45,8 @@ Term: TypeAlias = tuple[Any, ...]
 
 _UNKNOWN: Term = ("unknown",)
 _REDUCTIONS = {"ReduceSum": "sum", "ReduceMean": "mean", "ReduceMax": "max"}
+# Operators that do not change a number.
+_SAME_NUMBER = frozenset({"Cast", "Identity", "Reshape", "Squeeze", "Unsqueeze"})
 # Forms that are one number, whose shape does not matter.
 _NUMBERS = {"row", "at", "count", "total", "bags", "last row", "constant"}
 
@@ -276,9 +278,7 @@ class _Reading:
 
     def _counted(self, name: str) -> str:
         """Return the vector whose length a value is; empty for other values."""
-        node = self._graph.producers.get(name)
-        while node is not None and node.op in {"Unsqueeze", "Squeeze", "Identity", "Cast"}:
-            node = self._graph.producers.get(node.inputs[0])
+        node = self._graph.producers.get(self._graph.source(name, _SAME_NUMBER))
         if node is not None and node.op == "Gather" and _is_number(self._graph, node.inputs[1], 0):
             node = self._graph.producers.get(node.inputs[0])
         if node is None or node.op != "Shape" or node.attributes.get("start", 0) != 0:
@@ -523,9 +523,7 @@ def _are_rows(graph: Graph, bags: _Bags) -> bool:
     known = _constant(graph, step)
     if known is not None:
         return declared is not None and declared[1:] == (int(known.item()),)
-    node = graph.producers.get(step)
-    while node is not None and node.op in {"Cast", "Squeeze", "Identity", "Reshape"}:
-        node = graph.producers.get(node.inputs[0])
+    node = graph.producers.get(graph.source(step, _SAME_NUMBER))
     if node is None:
         return False
     if node.op == "Gather" and _is_number(graph, node.inputs[1], 1):
@@ -603,8 +601,4 @@ def _is_number(graph: Graph, name: str, number: int) -> bool:
 
 def _is_ones(graph: Graph, name: str) -> bool:
     """Return whether a value is one number 1 in any shape."""
-    node = graph.producers.get(name)
-    while node is not None and node.op in {"Unsqueeze", "Expand", "Identity", "Cast", "CastLike"}:
-        name = node.inputs[0]
-        node = graph.producers.get(name)
-    return _is_number(graph, name, 1)
+    return _is_number(graph, graph.source(name, {"CastLike", "Expand", *_SAME_NUMBER}), 1)

@@ -17,7 +17,7 @@ import onnx
 from kfac_engine._types import Array
 from kfac_engine.errors import ModelError
 from kfac_engine.graph.passes.constants import constant_value
-from kfac_engine.graph.passes.order import all_nodes, label_of
+from kfac_engine.graph.passes.order import all_nodes, bodies_of, label_of
 from kfac_engine.graph.tensors import MOST_ENTRIES, to_array
 
 # Largest number of nodes of a model after its functions are inlined.
@@ -90,9 +90,8 @@ def _check_nodes(
                 f"the body of the {label_of(node)} runs {inside:.3g} times; the limit is "
                 f"{MOST_TRIPS} iterations."
             )
-        for attribute in node.attribute:
-            for body in (attribute.g, *attribute.graphs):
-                _check_nodes(body.node, ChainMap(_own_numbers(body), constants), inside)
+        for body in bodies_of(node):
+            _check_nodes(body.node, ChainMap(_own_numbers(body), constants), inside)
 
 
 def _is_loop(node: onnx.NodeProto) -> bool:

@@ -1,6 +1,7 @@
 """Converts models from operator sets that are too new for ONNX Runtime."""
 
 from collections.abc import Iterator, Mapping
+from copy import deepcopy
 
 import onnx
 from onnx import helper, inliner, shape_inference
@@ -66,8 +67,7 @@ def _expanded(model: onnx.ModelProto, versions: Mapping[str, int]) -> onnx.Model
     A definition may contain operators that are new themselves.
     """
     types = dict(_types(model))
-    result = onnx.ModelProto()
-    result.CopyFrom(model)
+    result = deepcopy(model)
     for index, node in enumerate(result.graph.node):
         if not _is_new(node, versions):
             continue

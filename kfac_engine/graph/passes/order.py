@@ -9,21 +9,27 @@ import onnx
 from kfac_engine.errors import ModelError
 
 
+def bodies_of(node: onnx.NodeProto) -> Iterator[onnx.GraphProto]:
+    """Yield the bodies of an If, Loop or Scan; other nodes have none."""
+    for attribute in node.attribute:
+        if attribute.HasField("g"):
+            yield attribute.g
+        yield from attribute.graphs
+
+
 def all_nodes(nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.NodeProto]:
     """Yield ``nodes``, each followed by the nodes in its bodies."""
     for node in nodes:
         yield node
-        for attribute in node.attribute:
-            for body in (attribute.g, *attribute.graphs):
-                yield from all_nodes(body.node)
+        for body in bodies_of(node):
+            yield from all_nodes(body.node)
 
 
 def reads(node: onnx.NodeProto) -> Iterator[str]:
     """Yield the names of values that ``node`` or its bodies read."""
     yield from (name for name in node.input if name)
-    for attribute in node.attribute:
-        for body in (attribute.g, *attribute.graphs):
-            yield from captures(body)
+    for body in bodies_of(node):
+        yield from captures(body)
 
 
 def captures(body: onnx.GraphProto) -> tuple[str, ...]:

@@ -15,9 +15,9 @@ from onnx import AttributeProto, TensorProto, helper
 from kfac_engine._types import Array, DType
 from kfac_engine.errors import InputError, NonFiniteError, UnsupportedError
 from kfac_engine.graph.passes.bodies import with_new_names
-from kfac_engine.graph.passes.order import claim, label_of
+from kfac_engine.graph.passes.order import bodies_of, claim, label_of
 from kfac_engine.graph.structure import Node
-from kfac_engine.graph.tensors import element_type, to_array
+from kfac_engine.graph.tensors import distinct, element_type, to_array
 from kfac_engine.graph.write import tensor
 
 # Element type of half-precision values' gradients: the file's type, or float32, in which they are
@@ -57,8 +57,7 @@ def upcast(graph: onnx.GraphProto, constants: dict[str, Array]) -> dict[str, DTy
 
 def widened(array: Array) -> Array:
     """Return a read-only array in float32; a broadcast view remains a broadcast view."""
-    distinct = array[tuple(slice(1 if stride == 0 else None) for stride in array.strides)]
-    wide = np.broadcast_to(distinct.astype(np.float32), array.shape)
+    wide = np.broadcast_to(distinct(array).astype(np.float32), array.shape)
     wide.flags.writeable = False
     return wide
 
@@ -134,8 +133,8 @@ def _upcast_node(node: onnx.NodeProto) -> None:
             _upcast_tensor(attribute.t)
         for values in attribute.tensors:
             _upcast_tensor(values)
-        for body in (attribute.g, *attribute.graphs):
-            _upcast_body(body)
+    for body in bodies_of(node):
+        _upcast_body(body)
 
 
 def _upcast_tensor(values: TensorProto) -> None:

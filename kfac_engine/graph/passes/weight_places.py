@@ -5,6 +5,7 @@ a hidden state. Shape inference finds this size, so that the bounds are constant
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from copy import deepcopy
 from typing import Any
 
 import numpy as np
@@ -68,8 +69,7 @@ def _places(graph: onnx.GraphProto, constants: Mapping[str, Array]) -> Iterator[
 
 def _shapes(model: onnx.ModelProto) -> dict[str, Array]:
     """Return the shapes that follow from the inputs, by name."""
-    bare = onnx.ModelProto()
-    bare.CopyFrom(model)
+    bare = deepcopy(model)
     del bare.graph.value_info[:]  # a file may claim anything there
     inferred = shape_inference.infer_shapes(bare, data_prop=True).graph
     return {
