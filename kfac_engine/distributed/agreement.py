@@ -38,17 +38,14 @@ class Agreement:
 
     Attributes:
         communicator: The ranks.
+        rank: Number of this process.
         alone: Whether there is one rank.
     """
 
     def __init__(self, communicator: Communicator) -> None:
-        self.communicator, self.alone = communicator, communicator.size == 1
+        self.communicator, self.rank = communicator, communicator.rank
+        self.alone = communicator.size == 1
         self._operations: list[str] = []  # names of the operations that have begun
-
-    @property
-    def rank(self) -> int:
-        """Number of this process."""
-        return self.communicator.rank
 
     def operation(
         self, name: str, *, begins: bool = False, ends: bool = False

@@ -310,6 +310,7 @@ class BatchPasses:
         powers of the layers' input features.
         """
         count = len(traced.parts)
+        parameters = () if losses_alone else tuple(self.model.parameters)
         read = outputs if count == 1 else None
         notes: dict[str, None] = {}
         buffers: list[tuple[int, Mapping[str, Array]]] = []
@@ -321,19 +322,25 @@ class BatchPasses:
             if features is not None:
                 weights = [seen.weights for seen in observation.terms]
                 features.add(trace, self.objective.examples(trace), weights)
-            backward = self._differentiate(
-                trace,
-                observation,
-                () if losses_alone else tuple(self.model.parameters),
-                read,
-                residuals,
-                sums if count == 1 else (),
-                update_buffers=update_buffers,
-            )
-            if backward.buffers:
-                buffers.append((self.objective.examples(trace), backward.buffers))
-            notes.update(dict.fromkeys(backward.notes))
-            return backward
+            try:
+                backward = run_backward(
+                    trace, self.objective, observation, parameters, read, residuals
+                )
+                for of_batch in sums if count == 1 else ():
+                    of_batch.read_later()
+                # The losses may be on a device, which is read once, with all that waits.
+                finite = self.model.memory_space.finite(
+                    list(backward.gradients.values()), backward.each
+                )
+                loss = _finite(sum(finite.numbers))
+                refuse_nonfinite(backward.gradients, finite.each)
+            except NonFiniteError as error:
+                self._raise_with_origin(error, trace)
+            if update_buffers and self.model.new_buffers:
+                buffers.append((self.objective.examples(trace), self._updated_buffers(trace)))
+            notes.update(dict.fromkeys(disagreements(self.model.graph, trace)))
+            gradients, each = self.arrays.for_backend(backward.gradients), tuple(finite.numbers)
+            return BackwardResult(loss, gradients, backward.outputs, each=each, norm=finite.norm)
 
         with self._assembly.collection.backend.shared_reads():
             backward = self._joined(traced, differentiate)
@@ -341,44 +348,6 @@ class BatchPasses:
                 of_batch.read_later()
         joined = self.model.joined_buffers(buffers[-count:]) if buffers else {}
         return backward._replace(buffers=joined, notes=tuple(notes))
-
-    def _differentiate(
-        self,
-        trace: Trace,
-        observation: Observation,
-        parameters: Sequence[str],
-        outputs: Sequence[str] | None,
-        residuals: Residuals | None,
-        sums: Sequence[Residuals | FeaturePowers],
-        *,
-        update_buffers: bool,
-    ) -> BackwardResult:
-        """Compute loss and gradients of a shard, and move ``sums`` to the host.
-
-        See ``run_backward`` for the other arguments.
-        """
-        arguments = observation, parameters, outputs, residuals
-        try:
-            backward = run_backward(trace, self.objective, *arguments)
-            for of_batch in sums:
-                of_batch.read_later()
-            # The losses may be on a device, which is read once, with all that waits.
-            finite = self.model.memory_space.finite(
-                list(backward.gradients.values()), backward.each
-            )
-            loss = _finite(sum(finite.numbers))
-            refuse_nonfinite(backward.gradients, finite.each)
-        except NonFiniteError as error:
-            self._raise_with_origin(error, trace)
-        return BackwardResult(
-            loss,
-            self.arrays.for_backend(backward.gradients),
-            backward.outputs,
-            self._updated_buffers(trace) if update_buffers and self.model.new_buffers else {},
-            disagreements(self.model.graph, trace),
-            tuple(finite.numbers),
-            finite.norm,
-        )
 
     def step_gradients(
         self,

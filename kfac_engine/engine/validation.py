@@ -24,6 +24,7 @@ from kfac_engine.errors import (
     UnsupportedError,
     suggestion,
 )
+from kfac_engine.graph.analysis.exporter_changes import merge_ties
 from kfac_engine.graph.passes.upcast import in_single
 from kfac_engine.graph.structure import Fact, Graph
 from kfac_engine.runtime.batch_axis import Batch
@@ -95,7 +96,7 @@ def checked_vectors(
         NonFiniteError: An array contains NaN or infinity.
     """
     checked: dict[str, Array] = {}
-    for name, value in model.from_file_layout(vectors).items():
+    for name, value in merge_ties(model.ties, vectors).items():
         parameter = model.parameters.get(name)
         if parameter is None:
             raise UnknownNameError(

@@ -754,10 +754,9 @@ def weights_of(targets: str) -> str:
     return f"weights of {targets}"
 
 
-def _given(observed: Observed, *, labels: bool = False) -> Array:
-    targets = observed.labels if labels else observed.targets
-    assert targets is not None, "observe has read the targets"
-    return targets
+def _given(observed: Observed) -> Array:
+    assert observed.targets is not None, "observe has read the targets"
+    return observed.targets
 
 
 @dataclass(frozen=True, slots=True)

@@ -333,20 +333,20 @@ class Objective:
                     f"one array cannot be the targets of several losses; pass a mapping with the "
                     f"keys {', '.join(by_output)}."
                 )
-            return {name: self._array(name, targets, prepare) for name in by_output.values()}
-        names = {name: name for name in self.targeted.values()} | {**self.targeted, **by_output}
-        for name in targets:
-            if name not in names:
-                raise UnknownNameError(
-                    f"targets are given for '{name}'{suggestion(name, by_output)}, but no loss is "
-                    f"on an output of that name; the losses are on: {', '.join(by_output)}."
-                )
-        renamed = ((names[name], array) for name, array in targets.items())
-        return {name: self._array(name, array, prepare) for name, array in renamed}
-
-    def _array(self, name: str, array: Array, prepare: bool) -> Array:
-        function = self.prepare.get(name) if prepare else None
-        return as_array(array) if function is None else function(as_array(array))
+            arrays = {name: as_array(targets) for name in by_output.values()}
+        else:
+            names = {n: n for n in self.targeted.values()} | {**self.targeted, **by_output}
+            for name in targets:
+                if name not in names:
+                    raise UnknownNameError(
+                        f"targets are given for '{name}'{suggestion(name, by_output)}, but no loss "
+                        f"is on an output of that name; the losses are on: {', '.join(by_output)}."
+                    )
+            arrays = {names[name]: as_array(array) for name, array in targets.items()}
+        for name, function in self.prepare.items() if prepare else ():
+            if name in arrays:
+                arrays[name] = function(arrays[name])
+        return arrays
 
     def observe(self, values: Values, *, targets: bool = True) -> Observation:
         """Check the values that the losses read; return how much each target counts.

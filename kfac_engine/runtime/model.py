@@ -113,8 +113,7 @@ class OnnxModel:
         memory_space: Memory space that the model runs in, which ``move`` changes.
         left_out: Map from each parameter that ``leave_out`` excluded to the reason.
         parameters: Map from each parameter to its value, which only ``set_parameters`` may change.
-        ties: Weights that are copies of parameters; ``to_file_layout`` and ``from_file_layout``
-            include them.
+        ties: Weights that are copies of parameters; ``to_file_layout`` includes them.
         buffers: Map from each running statistic of a normalization to its value.
         facts: Element type and shape of every value in the sample run.
         draws: Names of values that each forward pass draws at random.
@@ -297,20 +296,6 @@ class OnnxModel:
         """
         return in_types(spread(self.ties, values) if self.ties else values, self.result_types)
 
-    def from_file_layout(self, values: Mapping[str, Array]) -> dict[str, Array]:
-        """Return arrays by parameter, from arrays by their names in the file.
-
-        Args:
-            values: Arrays by name.
-
-        Returns:
-            Arrays by parameter name.
-
-        Raises:
-            InputError: The arrays of a parameter and a tied weight differ.
-        """
-        return merge_ties(self.ties, values)
-
     def static_shape(self, name: str) -> tuple[int, ...] | None:
         """Return the shape of a value that depends only on constants; None for other values."""
         return self.facts[name].shape if self._is_static(name) else None
@@ -485,9 +470,8 @@ class OnnxModel:
         return name not in inputs and name not in self._stored
 
     def _checked(self, values: Mapping[str, Array], copy: bool = True) -> dict[str, Array]:
-        new_values = self.from_file_layout(values)
-        space = self.memory_space
-        return check_parameters(self.graph.name, self.parameters, new_values, space, copy=copy)
+        new, space = merge_ties(self.ties, values), self.memory_space
+        return check_parameters(self.graph.name, self.parameters, new, space, copy=copy)
 
     def _forward_session(self) -> Session | DeviceSession:
         if self._forward is None:
