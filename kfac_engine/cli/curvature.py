@@ -22,7 +22,6 @@ from kfac_engine.summary import dimensions
 
 if TYPE_CHECKING:
     import kfac_engine as ke
-    from kfac_engine.analysis.fisher_matrix.blocks import Block
     from kfac_engine.engine.spectra import FactorSpectrum
 
 _FILES = (
@@ -141,25 +140,18 @@ def spectra_of(curvature: "ke.Curvature", damping: float) -> "Sequence[FactorSpe
 
     from kfac_engine.engine.spectra import FactorSpectrum
 
-    return tuple(
-        FactorSpectrum(
-            block.parameters,
-            "F",
-            (block.places.size,) * 2,
-            max(block.places.shape[1:]) * _precision(curvature, block),
-            np.sort(block.spectrum.eigenvalues, axis=None),
-            np.asarray(damping),
+    spectra = []
+    for block in curvature.blocks:
+        # Averages have float32 at least.
+        dtypes = [curvature.parameters[name].dtype for name in block.parameters]
+        rounding = float(np.finfo(np.result_type(np.float32, *dtypes)).eps)
+        resolution = max(block.places.shape[1:]) * rounding
+        values = np.sort(block.spectrum.eigenvalues, axis=None)
+        sides = (block.places.size,) * 2
+        spectra.append(
+            FactorSpectrum(block.parameters, "F", sides, resolution, values, np.asarray(damping))
         )
-        for block in curvature.blocks
-    )
-
-
-def _precision(curvature: "ke.Curvature", block: "Block") -> float:
-    """Return the relative rounding error of the averages of a block: of float32 or of float64."""
-    import numpy as np
-
-    dtypes = [curvature.parameters[name].dtype for name in block.parameters]
-    return float(np.finfo(np.result_type(np.float32, *dtypes)).eps)
+    return spectra
 
 
 def _rows(curvature: "ke.Curvature", damping: float) -> list[dict[str, Any]]:

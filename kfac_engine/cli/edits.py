@@ -45,7 +45,7 @@ _ADAPTERS = (
     Group.MODEL.option(
         "--layers", metavar="PATTERN", multiple=True, callback=one_or_all,
         help="Name or pattern of weights or nodes; by default all dense layers and 1 × 1 "
-        "convolutions that are wide enough. May be repeated."),
+        "convolutions that are wide enough."),
     Group.MODEL.count("--seed", default=0, least=0, help="Seed of the new weights."),
 )  # fmt: skip
 

@@ -9,11 +9,7 @@ import click
 from kfac_engine.cli.command import MODEL, Group, command, output
 from kfac_engine.cli.display import say, shown_warnings, working
 from kfac_engine.cli.engine_options import LOSSES, engine_options
-from kfac_engine.cli.options import (
-    chosen_losses,
-    one_or_all,
-    sample_option,
-)
+from kfac_engine.cli.options import chosen_losses, one_or_all, sample_option
 from kfac_engine.cli.train import OPTIMIZERS
 
 if TYPE_CHECKING:
@@ -71,14 +67,10 @@ _OPTIONS = (
     MODEL,
     sample_option,
     output(
-        "-o",
-        "target",
-        writes="folder",
-        required=True,
-        help="Folder of the files, created if needed.",
-    ),
+        "-o", "target", writes="folder", required=True,
+        help="Folder of the files, created if needed."),
     options=(*_OPTIONS, *engine_options(*_NAMES)),
-)
+)  # fmt: skip
 def run_export_training(
     model: Path, options: dict[str, Any], inputs: Path | None, target: Path
 ) -> None:
@@ -116,7 +108,7 @@ _GRADIENT_OPTIONS = (
     Group.MODEL.option(
         "--wrt", multiple=True, callback=one_or_all, metavar="PATTERN",
         help="Name or pattern of parameters and inputs to differentiate with respect to; by "
-        "default the trainable parameters. May be repeated."),
+        "default the trainable parameters."),
     *_WRITTEN,
 )  # fmt: skip
 
@@ -150,8 +142,7 @@ def _names_of_each(
 _KINDS = (
     Group.MODEL.option(
         "--output", "outputs", metavar="NAME", multiple=True, callback=one_or_all,
-        help="Output u to differentiate; by default all outputs that depend on the input. "
-        "May be repeated."),
+        help="Output u to differentiate; by default all outputs that depend on the input."),
     Group.OUTPUT.option(
         "--jacobian", is_flag=True, help="Add 'jacobian of u', the derivatives by all features."),
     Group.OUTPUT.option(
@@ -164,8 +155,7 @@ _KINDS = (
         "u', the derivatives along it."),
     Group.OUTPUT.option(
         "--selected", metavar="FEATURES", multiple=True, callback=_names_of_each,
-        help="Add 'derivative of u by FEATURES': by one feature, as t, or by two, as x,x. May be "
-        "repeated."),
+        help="Add 'derivative of u by FEATURES': by one feature, as t, or by two, as x,x."),
 )  # fmt: skip
 
 

@@ -59,9 +59,12 @@ def inspect(
 ) -> None:
     import kfac_engine as ke
     from kfac_engine.cli.files import read_inputs
+    from kfac_engine.cli.spectra import check_picture, print_spectra
 
     if plot is not None:
-        _check_plot(plot, inputs)
+        if inputs is None:
+            raise InputError("--plot needs a batch for the statistics; give its file by --inputs.")
+        check_picture(plot)
     with working("preparing the model"), warnings.catch_warnings():
         warnings.simplefilter("ignore", ExportWarning)  # printed above the tables
         sample = read_inputs(inputs, model)
@@ -76,8 +79,6 @@ def inspect(
         return
     _print(engine, facts, as_one=options["tie_weights"])
     if spectra:
-        from kfac_engine.cli.spectra import print_spectra
-
         print_spectra(spectra)
     _print_memory(facts["memory"], batch)
 
@@ -133,15 +134,6 @@ def _print(engine: "ke.Engine", facts: Mapping[str, Any], *, as_one: bool) -> No
         heads = ("name", "shape", "because it is")
         rows_of_constants = list(_gathered(facts["not_trained"]))
         print_table("constants that are not trained", heads, rows_of_constants, sentences=heads[-1])
-
-
-def _check_plot(plot: Path, inputs: Path | None) -> None:
-    """Refuse a picture that cannot be drawn, before anything is computed."""
-    from kfac_engine.cli.spectra import check_picture
-
-    if inputs is None:
-        raise InputError("--plot needs a batch for the statistics; give its file by --inputs.")
-    check_picture(plot)
 
 
 def _plotted(

@@ -8,7 +8,7 @@ import click
 
 from kfac_engine.cli.command import MODEL, Group, command, output
 from kfac_engine.cli.display import print_json, print_table, say, working
-from kfac_engine.cli.options import curvature_option, json_option, read_curvature
+from kfac_engine.cli.options import curvature_option, json_option, number_or, read_curvature
 from kfac_engine.errors import InputError
 from kfac_engine.system.writing import write_rendered
 
@@ -19,19 +19,10 @@ if TYPE_CHECKING:
 _BY_EVIDENCE = "evidence"
 
 
-def _number_or_evidence(_: click.Context, parameter: click.Parameter, value: str) -> float | str:
-    """Return a number, or the word that asks for the evidence.
-
-    ``BadParameter`` is raised for another text.
-    """
-    if value == _BY_EVIDENCE:
-        return value
-    try:
-        return float(value)
-    except ValueError:
-        raise click.BadParameter(
-            f"'{value}' is neither a number nor '{_BY_EVIDENCE}'.", param=parameter
-        ) from None
+def _evidence(text: str) -> str:
+    if text != _BY_EVIDENCE:
+        raise click.BadParameter(f"'{text}' is neither a number nor '{_BY_EVIDENCE}'.")
+    return text
 
 
 _FILES = (
@@ -49,11 +40,11 @@ _FILES = (
 _POSTERIOR = (
     Group.POSTERIOR.option(
         "--prior", "prior_precision", metavar="NUMBER|evidence", default=_BY_EVIDENCE,
-        callback=_number_or_evidence,
+        callback=number_or(_evidence),
         help="Precision λ > 0 of the prior of each parameter, or evidence for the most probable "
         "precision, which needs a curvature with targets."),
     Group.POSTERIOR.option(
-        "--noise", metavar="NUMBER|evidence", default="1.0", callback=_number_or_evidence,
+        "--noise", metavar="NUMBER|evidence", default="1.0", callback=number_or(_evidence),
         help="Standard deviation of the targets of a normal loss, or evidence for the most "
         "probable deviation."),
 )  # fmt: skip

@@ -2,6 +2,7 @@
 
 import ast
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -103,6 +104,20 @@ def one_or_more(
 ) -> tuple[Any, ...] | None:
     """Return the values, or None if the option was not given."""
     return values or None
+
+
+def number_or(other: Callable[[str], Any]) -> Callable[..., Any]:
+    """Return a callback that reads a number, or passes another text to a function."""
+
+    def read(_: click.Context, __: click.Parameter, value: str | None) -> Any:
+        if value is None:
+            return None
+        try:
+            return float(value)
+        except ValueError:
+            return other(value)
+
+    return read
 
 
 curvature_option = Group.DATA.file(

@@ -1,6 +1,5 @@
 """``precondition``: write the gradients and natural gradients of a batch."""
 
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,14 +11,12 @@ from kfac_engine.cli.display import (
     print_table,
     say,
     shown_warnings,
-    tell,
     working,
 )
 from kfac_engine.cli.engine_options import engine_options
 from kfac_engine.cli.options import json_option
 from kfac_engine.curvature.schedule import Schedule
 from kfac_engine.errors import InputError, UnknownNameError, suggestion
-from kfac_engine.printable import printable
 from kfac_engine.summary import dimensions
 from kfac_engine.system.reading import exists
 
@@ -89,11 +86,7 @@ def run_precondition(
         )  # fmt: skip
         if files.state is not None and exists(files.state):
             # The parameters come from the model's file, not from the state.
-            with warnings.catch_warnings(record=True) as issued:
-                warnings.simplefilter("always")
-                engine.load(files.state, parameters=False)
-            for warning in issued:
-                tell("warning", printable(str(warning.message)))
+            engine.load(files.state, parameters=False)
         gradients = (
             None if files.gradients is None else read_gradients(files.gradients, engine.parameters)
         )

@@ -108,8 +108,7 @@ _SELECTION = (
     damping_option,
     Group.PRUNING.option(
         "--parameters", metavar="PATTERN", multiple=True, callback=one_or_more,
-        help="Name or pattern of parameters to prune; by default the weights of all layers. May "
-        "be repeated."),
+        help="Name or pattern of parameters to prune; by default the weights of all layers."),
 )  # fmt: skip
 
 

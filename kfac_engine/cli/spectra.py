@@ -1,7 +1,7 @@
 """Shows the spectra of the factors as a table, or in the formats of ``inspect --plot``."""
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from importlib.util import find_spec
 from math import ceil
 from pathlib import Path
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 _COLUMNS, _WIDTH, _HEIGHT = 3, 11.0, 2.6
 _MOST_PANELS = 90
 _NONE = "–"
+_FORMATS = (".png", ".svg", ".pdf", ".html")
 
 
 def check_picture(path: Path) -> None:
@@ -44,7 +45,19 @@ def check_picture(path: Path) -> None:
 
 def write_picture(path: Path, title: str, spectra: "Sequence[FactorSpectrum]") -> None:
     """Draw the spectra into a file, in the format of its name."""
-    _FORMATS[path.suffix.lower()](path, printable(title), spectra)
+    title, kind = printable(title), path.suffix.lower()
+    if kind == ".html":
+        from kfac_engine.html_report.page import spectrum_page
+        from kfac_engine.training.description import described
+
+        text = spectrum_page(title, [described(spectrum) for spectrum in spectra])
+        write_file(path, [text.encode()])
+        return
+    drawing = figure(title, spectra)
+    with warnings.catch_warnings():
+        # A name may have characters that the font lacks; they are drawn as boxes.
+        warnings.filterwarnings("ignore", "Glyph .* missing from", UserWarning)
+        write_rendered(path, lambda stream: drawing.savefig(stream, format=kind[1:], dpi=120))
 
 
 def print_spectra(spectra: "Sequence[FactorSpectrum]") -> None:
@@ -57,20 +70,14 @@ def print_spectra(spectra: "Sequence[FactorSpectrum]") -> None:
     print_table("eigenvalues of the factors", heads, rows)
 
 
-def panels(spectra: "Sequence[FactorSpectrum]") -> "dict[str, list[FactorSpectrum]]":
-    """Return the spectra of each layer, under its name."""
-    layers: dict[str, list[FactorSpectrum]] = {}
-    for spectrum in spectra:
-        layers.setdefault(", ".join(spectrum.parameters), []).append(spectrum)
-    return layers
-
-
 def figure(title: str, spectra: "Sequence[FactorSpectrum]") -> "Figure":
     """Return a figure with a panel for each layer: eigenvalues, and the damping as dashed lines."""
     from matplotlib.figure import Figure
 
-    layers = list(panels(spectra).items())
-    shown = layers[:_MOST_PANELS]
+    layers: dict[str, list[FactorSpectrum]] = {}
+    for spectrum in spectra:
+        layers.setdefault(", ".join(spectrum.parameters), []).append(spectrum)
+    shown = list(layers.items())[:_MOST_PANELS]
     rows = ceil(len(shown) / _COLUMNS)
     drawing = Figure(figsize=(_WIDTH, 0.6 + _HEIGHT * rows), layout="constrained")
     axes = drawing.subplots(rows, _COLUMNS, squeeze=False).ravel()
@@ -78,36 +85,10 @@ def figure(title: str, spectra: "Sequence[FactorSpectrum]") -> "Figure":
         plot_spectra(name, [(spectrum.factor, spectrum) for spectrum in factors], panel)
     for panel in axes[len(shown) :]:
         panel.set_axis_off()
-    omitted = (
-        f"; {len(layers) - len(shown)} more layers are not shown" if layers[len(shown) :] else ""
-    )
+    more = len(layers) - len(shown)
+    omitted = f"; {more} more layers are not shown" if more else ""
     drawing.suptitle(f"{title}{omitted}", parse_math=False)
     return drawing
-
-
-def _write_drawing(path: Path, title: str, spectra: "Sequence[FactorSpectrum]") -> None:
-    drawing, kind = figure(title, spectra), path.suffix.lower().removeprefix(".")
-    with warnings.catch_warnings():
-        # A name may have characters that the font lacks; they are drawn as boxes.
-        warnings.filterwarnings("ignore", "Glyph .* missing from", UserWarning)
-        write_rendered(path, lambda stream: drawing.savefig(stream, format=kind, dpi=120))
-
-
-def _write_page(path: Path, title: str, spectra: "Sequence[FactorSpectrum]") -> None:
-    from kfac_engine.html_report.page import spectrum_page
-    from kfac_engine.training.description import described
-
-    text = spectrum_page(title, [described(spectrum) for spectrum in spectra])
-    write_file(path, [text.encode()])
-
-
-# The function that writes a file, by suffix of the file.
-_FORMATS: "Mapping[str, Callable[[Path, str, Sequence[FactorSpectrum]], None]]" = {
-    ".png": _write_drawing,
-    ".svg": _write_drawing,
-    ".pdf": _write_drawing,
-    ".html": _write_page,
-}
 
 
 def _row(spectrum: "FactorSpectrum") -> tuple[object, ...]:

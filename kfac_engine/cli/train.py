@@ -1,7 +1,7 @@
 """``train`` and ``report``: train a model, and draw the log."""
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from inspect import signature
 from math import isfinite
 from pathlib import Path
@@ -14,11 +14,7 @@ from kfac_engine.cli.command import MODEL, Group, Invocation, command, file_path
 from kfac_engine.cli.display import print_json, say, shown_warnings, tell, working
 from kfac_engine.cli.engine_options import engine_options
 from kfac_engine.cli.interruption import Interruption, SignalReceived
-from kfac_engine.cli.options import (
-    json_option,
-    labeled_data,
-    one_or_more,
-)
+from kfac_engine.cli.options import json_option, labeled_data, number_or, one_or_more
 from kfac_engine.errors import InferenceFormWarning, InputError
 from kfac_engine.printable import printable
 from kfac_engine.system.writing import check_outputs
@@ -50,18 +46,6 @@ def _callbacks(choices: SimpleNamespace) -> "Iterator[Callback]":
         yield ke.TensorBoard(choices.tensorboard)
 
 
-def _number_or(other: type[Any]) -> Callable[..., Any]:
-    """Return a callback that reads a number, or passes another text to a type."""
-
-    def read(_: click.Context, __: click.Parameter, value: str | None) -> Any:
-        try:
-            return None if value is None else float(value)
-        except ValueError:
-            return other(value)
-
-    return read
-
-
 _CHOICES = (
     Group.LENGTH.count(
         "--early-stop", metavar="N",
@@ -72,7 +56,7 @@ _CHOICES = (
         help="Write the weights of the validation with the best metric, such as validation_loss, "
         "not the last step's weights."),
     Group.VALIDATION.option(
-        "--average", "decay", metavar="DECAY|tail", callback=_number_or(str),
+        "--average", "decay", metavar="DECAY|tail", callback=number_or(str),
         help="Evaluate and write an average of the weights: an exponential average with a decay "
         "such as 0.99, or the mean over the last 40 % of the run."),
     output(
@@ -84,7 +68,7 @@ _CHOICES = (
 _FILES = (
     *labeled_data("--data"),
     Group.VALIDATION.option(
-        "--validation", metavar="FILE|FRACTION", callback=_number_or(Path),
+        "--validation", metavar="FILE|FRACTION", callback=number_or(Path),
         help="Data to evaluate after each epoch, as for --data; or the fraction of --data to split "
         "off, such as 0.1."),
     Group.CHECKPOINTS.file(
@@ -132,7 +116,7 @@ _COURSE = (
         "--metrics", metavar="NAME", multiple=True, callback=one_or_more,
         names=("engine.metrics.METRICS",),
         help="Metric of --validation; by default the loss, and the accuracy of classes. top5 may "
-        "have another number. May be repeated."),
+        "have another number."),
     Group.CHECKPOINTS.count(
         "--checkpoint-every", metavar="STEPS",
         help="Steps from one checkpoint to the next; by default epochs."),

@@ -13,7 +13,7 @@ from kfac_engine.cli.engine_options import engine_options
 from kfac_engine.cli.options import json_option, labeled_data
 
 if TYPE_CHECKING:
-    from kfac_engine.verification.checks import Check, Measurement, Verification
+    from kfac_engine.verification.checks import Verification
 
 # Exit status if a check fails: neither wrong input nor an error of the command.
 FAILED = 3
@@ -68,7 +68,12 @@ def _print(result: "Verification") -> None:
     print_table(
         "checks",
         ("check", "result", " error", " tolerance", "largest error at"),
-        [_row(check) for check in result.checks],
+        [
+            (check.name, check.outcome, f"{m.error:.2g}", f"{m.tolerance:.2g}", m.subject)
+            if (m := check.worst)
+            else (check.name, check.outcome, "", "", "")
+            for check in result.checks
+        ],
         sentences="largest error at",
     )
     for check in result.checks:
@@ -85,15 +90,6 @@ def _print(result: "Verification") -> None:
             )
 
 
-def _row(check: "Check") -> tuple[str, ...]:
-    worst = check.worst
-    if worst is None:
-        return check.name, check.outcome, "", "", ""
-    return (
-        check.name, check.outcome, f"{worst.error:.2g}", f"{worst.tolerance:.2g}", worst.subject,
-    )  # fmt: skip
-
-
 def _report(result: "Verification") -> dict[str, object]:
     return {
         "passed": result.passed,
@@ -106,19 +102,17 @@ def _report(result: "Verification") -> dict[str, object]:
                 "detail": check.detail,
                 "remedy": check.remedy if check.failures else "",
                 "skipped": dict(check.skipped),
-                "measurements": [_measurement(m) for m in check.measurements],
+                "measurements": [
+                    {
+                        "subject": m.subject,
+                        # JSON lacks infinity.
+                        "error": m.error if isfinite(m.error) else None,
+                        "tolerance": m.tolerance,
+                        "passed": m.passed,
+                    }
+                    for m in check.measurements
+                ],
             }
             for check in result.checks
         ],
-    }
-
-
-def _measurement(measurement: "Measurement") -> dict[str, object]:
-    """Return a measurement for JSON, without infinity, which JSON lacks."""
-    error = measurement.error if isfinite(measurement.error) else None
-    return {
-        "subject": measurement.subject,
-        "error": error,
-        "tolerance": measurement.tolerance,
-        "passed": measurement.passed,
     }
