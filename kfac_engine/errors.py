@@ -144,12 +144,7 @@ _BETWEEN = frozenset({_PACKAGE, "contextlib", "functools"})
 
 
 def warn(message: str, category: type[Warning] = UserWarning) -> None:
-    """Issue a warning, which is shown at the line that called this package.
-
-    Args:
-        message: The text.
-        category: Class of the warning.
-    """
+    """Issue a warning, which is shown at the line that called this package."""
     frame, level = sys._getframe(1), 2
     while frame.f_back is not None and _root(frame) in _BETWEEN:
         frame, level = frame.f_back, level + 1
@@ -168,15 +163,9 @@ _LEAST_SIMILARITY = 0.7
 
 
 def suggestion(name: object, known: Iterable[str]) -> str:
-    """Return `` (did you mean 'NAME'?)`` with the nearest known name.
+    """Return `` (did you mean 'NAME'?)`` with the nearest known name, to follow an unknown name.
 
-    Args:
-        name: An unknown name, or a pattern of names that matches none.
-        known: The names that exist.
-
-    Returns:
-        The text to follow the unknown name in a message; empty if no known name is near. Letters
-        that differ in case only count as equal.
+    The text is empty if no known name is near. Letters that differ in case only count as equal.
     """
     folded = {entry.casefold(): entry for entry in known}
     near = get_close_matches(str(name).casefold(), folded, 1, _LEAST_SIMILARITY)

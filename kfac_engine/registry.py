@@ -11,9 +11,7 @@ Row = TypeVar("Row")
 class Registry(Mapping[str, Row], Generic[Row]):
     """A mapping from names to rows, whose error for an unknown name lists the known names.
 
-    Args:
-        kind: Noun for a row, in the singular ("loss", "estimation mode"); used in messages.
-        rows: Rows to begin with.
+    Messages call a row ``kind``, a noun in the singular, such as "loss".
     """
 
     def __init__(self, kind: str, rows: Mapping[str, Row] | None = None) -> None:

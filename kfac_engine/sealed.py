@@ -7,21 +7,14 @@ from kfac_engine.errors import UnknownAttributeError, suggestion
 
 
 class Sealed:
-    """A base class whose objects refuse new attributes once ``_sealed`` is True.
+    """A base class whose objects refuse new attributes once ``_sealed`` is True."""
 
-    Attributes:
-        _fixed: Names of constructor arguments that cannot be set later; used in messages.
-    """
-
+    # Names of constructor arguments that cannot be set later, for messages.
     _fixed: ClassVar[Collection[str]] = ()
     _sealed = False
 
     def __setattr__(self, name: str, value: object) -> None:
-        """Set an attribute.
-
-        Raises:
-            UnknownAttributeError: The object has no attribute of this name that can be set.
-        """
+        """Set an attribute; raise an UnknownAttributeError for a name that cannot be set."""
         if self._sealed and name not in vars(self) and not _can_be_set(type(self), name):
             raise UnknownAttributeError(f"{type(self).__name__} {self._reason(name)}")
         object.__setattr__(self, name, value)

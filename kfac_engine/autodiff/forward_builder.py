@@ -23,16 +23,9 @@ Sample: TypeAlias = Callable[[Iterable[str]], Mapping[str, Array]]
 class ForwardBuilder(NodeBuilder):
     """Collects nodes that read values of a graph and results of each other.
 
-    Args:
-        graph: The forward graph.
-        facts: Element type and shape of every value of the graph, from a sample run.
-        measure: Measures the facts of added nodes.
-        sample: Returns values of the sample run that determine shapes, such as lengths.
-
-    Attributes:
-        facts: Facts of the graph, the added constants and the added values as far as known;
-            ``measure`` adds the others.
-        producers: The added node of each added value.
+    ``facts`` are of every value of the graph, from a sample run, and of the added constants and
+    values as far as known; ``measure`` adds the others. ``producers`` has the added node of each
+    added value. ``sample`` returns values of the sample run that determine shapes, such as lengths.
     """
 
     def __init__(

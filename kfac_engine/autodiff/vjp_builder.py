@@ -47,25 +47,20 @@ _INT64 = 7  # TensorProto.INT64
 class VjpBuilder(NodeBuilder):
     """Collects nodes for the backward graph and extra nodes for the forward graph.
 
-    Args:
-        graph: The forward graph, whose values are operands for rules.
-        facts: Element type and shape of every forward value, from a sample run.
-
-    Attributes:
-        nodes: Nodes of the backward graph, in topological order.
-        forward_nodes: Nodes to append to the forward graph, in topological order.
-        constants: Constants that nodes of both graphs read.
-        leaves: Results of backward nodes that can be computed outside the graph, mapped to the
-            computation. Rules add entries.
-        row_products: Results that are products ``leftᵀ · right`` of matrices with few rows, mapped
-            to the matrices. Rules add entries.
+    ``graph`` is the forward graph, whose values are operands for rules, and ``facts`` are of every
+    forward value, from a sample run. ``nodes`` belong to the backward graph, ``forward_nodes`` to
+    the forward graph, and nodes of both read ``constants``.
     """
 
     def __init__(self, graph: Graph, facts: Mapping[str, Fact]) -> None:
         super().__init__(prefix="")
         self.graph = graph
         self.forward_nodes: list[Node] = []
+        # Results of backward nodes that can be computed outside the graph, with the computation;
+        # rules add entries.
         self.leaves: dict[str, KernelGradient] = {}
+        # Results that are products ``leftᵀ · right`` of matrices with few rows, with the matrices;
+        # rules add entries.
         self.row_products: dict[str, tuple[str, str]] = {}
         self._facts = facts
         self._forward_values = set(graph.values())

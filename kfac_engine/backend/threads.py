@@ -33,11 +33,10 @@ _Ends: TypeAlias = SimpleQueue[BaseException | None]
 
 
 class Workers:
-    """Thread pool of fixed size; the calling thread is one of its threads.
+    """A thread pool of ``count`` threads, one of which is the calling thread.
 
-    Args:
-        count: Number of threads; by default the number of BLAS threads, which is the number of
-            cores unless the environment sets another number.
+    The default is the number of BLAS threads: the processor's cores, unless the environment sets
+    another number.
     """
 
     def __init__(self, count: int | None = None) -> None:

@@ -94,11 +94,7 @@ def examples_of(data: Data, axes: ExampleAxes) -> Examples | None:
 
 
 class FromSteps:
-    """The batches that a function returns for the steps of a run, without an end.
-
-    Args:
-        function: Returns the batch of a step, whose number counts from 0.
-    """
+    """The batches that a function of a step's number, from 0, returns; they have no end."""
 
     def __init__(self, function: Callable[[int], Any]) -> None:
         self._function = function

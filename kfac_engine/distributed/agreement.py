@@ -35,11 +35,6 @@ class Agreement:
     numbers. An error of one rank reaches all ranks in the next vote. Code after the last vote of an
     operation must not fail. A message that is not a vote cannot exchange errors: a rank that fails
     before it raises the error alone, and its program has to end (``exchanging``).
-
-    Attributes:
-        communicator: The ranks.
-        rank: Number of this process.
-        alone: Whether there is one rank.
     """
 
     def __init__(self, communicator: Communicator) -> None:

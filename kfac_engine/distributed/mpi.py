@@ -120,18 +120,9 @@ _LARGEST_MESSAGE = 2**30
 
 
 class OverMPI:
-    """The ranks of an MPI communicator.
+    """The ranks of an MPI communicator, which is duplicated: its messages do not meet the caller's.
 
-    Args:
-        comm: The communicator; it is duplicated, so that messages do not meet messages of the
-            caller.
-        device_buffers: Whether MPI reads arrays of a GPU. If False, they are copied to the host.
-
-    Attributes:
-        rank: Number of this process.
-        size: Number of processes.
-        local_size: Number of processes on this node.
-        watch: Messages by which a rank that ends learns whether others wait for it.
+    With ``device_buffers``, MPI reads arrays of a GPU; otherwise they are copied to the host.
     """
 
     def __init__(self, comm: "MPI.Intracomm", *, device_buffers: bool = False) -> None:

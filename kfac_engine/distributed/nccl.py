@@ -24,19 +24,7 @@ class OverNCCL:
     """The ranks of another communicator, each with a GPU of its own.
 
     Arrays of CuPy are sent from GPU to GPU, in the order of CuPy's current stream. The host does
-    not wait for them. Arrays of NumPy are sent by the other communicator.
-
-    Args:
-        host: The other communicator.
-
-    Attributes:
-        rank: Number of this process.
-        size: Number of processes.
-        local_size: Number of processes on this node, if the other communicator has it, or 1.
-
-    Raises:
-        BackendError: A rank has no GPU, or no NCCL library.
-        RankError: NCCL cannot connect the GPUs.
+    not wait for them. Arrays of NumPy are sent by the other communicator, ``host``.
     """
 
     def __init__(self, host: Communicator) -> None:

@@ -24,11 +24,7 @@ Number = TypeVar("Number", bound=np.generic)
 
 @dataclass(frozen=True, slots=True)
 class RowRange:
-    """Consecutive examples of a batch: the shard of one rank.
-
-    Raises:
-        InputError: The examples are not part of the batch.
-    """
+    """Consecutive examples of a batch: the shard of one rank."""
 
     start: int  # index of the first example in the batch
     count: int  # number of examples; 0 for an empty shard

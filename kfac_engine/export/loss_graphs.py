@@ -88,17 +88,9 @@ def with_losses(
 class _LossBuilder(NodeBuilder):
     """Collects the nodes of one loss, with the facts of their results.
 
-    Args:
-        term: The loss.
-        fact: Element type and shape of the value that the loss reads.
-        reduction: Reduction over examples and positions.
-        prefix: Start of all new names; no name in the graph starts with it.
-
-    Attributes:
-        fact: Element type and shape of the value that the loss reads.
-        facts: Element type and shape of each new value, by name.
-        inputs: The declared targets, and their weights if they have any.
-        result: Name of the reduced loss.
+    ``fact`` is that of the value that the loss reads, and ``facts`` are those of new values, by
+    name. ``inputs`` are the declared targets, and their weights if they have any. ``result`` is the
+    name of the loss, reduced over examples and positions.
     """
 
     def __init__(self, term: Term, fact: Fact, reduction: Reduction, prefix: str) -> None:

@@ -44,17 +44,9 @@ def build_model(
 ) -> onnx.ModelProto:
     """Return a model with these nodes, in topological order.
 
-    Args:
-        nodes: Nodes, in topological order.
-        inputs: Declared inputs; with a shape of None the rank is unknown.
-        outputs: Declared outputs; for a name alone, the runtime infers the type.
-        constants: Values of the initializers, by name.
-        opset: Version of the standard operator set.
-        name: Name of the graph, for messages.
-        domains: Versions of other operator domains in use.
-
-    Returns:
-        The model, with the oldest format version that its operator set requires (at least 10).
+    The runtime infers the type of an output that is a name alone. ``opset`` is the version of the
+    standard operators, and ``domains`` has those of others. The format version of the model is the
+    oldest that its operator set requires, and at least 10.
     """
     total = sum(array.nbytes for array in constants.values())
     if total > MAX_BYTES:

@@ -65,13 +65,8 @@ class LayerInput:
 class FeaturePowers:
     """The powers of the features of several layers in a batch; they add up over its parts.
 
-    Args:
-        inputs: The inputs of the layers.
-        backend: Array library of the sums.
-
-    Attributes:
-        sums: The means of the powers 0, 2 and 4 of all features, one input after the other,
-            ``(3, features)``, times the number of examples; None before the first part.
+    ``sums`` are the means of the powers 0, 2 and 4 of all features, one input after the other,
+    ``(3, features)``, times the number of examples; None before the first part.
     """
 
     def __init__(self, inputs: Sequence[LayerInput], backend: Backend) -> None:

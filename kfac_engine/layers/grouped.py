@@ -28,9 +28,7 @@ _IMAGE_AXES = 4
 class GroupedPacking(Packing):
     """The map from a filter and a bias to matrices ``(groups, d_in (+ 1), d_out)``.
 
-    Attributes:
-        weight_format: As in ``Packing``; the input axis has the channels of one group.
-        has_bias: Whether a bias is the last row of each matrix.
+    The input axis of ``weight_format`` has the channels of one group.
     """
 
     one_matrix: ClassVar[bool] = False

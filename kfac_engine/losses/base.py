@@ -764,9 +764,6 @@ class RegisteredLoss:
     """A loss function with its name and its weight in the objective.
 
     The loss functions of several parts of a batch have one name.
-
-    Raises:
-        RegistrationError: The coefficient is negative or not finite.
     """
 
     name: str  # name of the loss

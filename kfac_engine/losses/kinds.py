@@ -103,13 +103,7 @@ class LossKind:
         )  # fmt: skip
 
     def on(self, output: str, *, targets: str | None = None, class_axis: int = -1) -> LossFunction:
-        """Return the loss on a value of a model.
-
-        Args:
-            output: Name of the value.
-            targets: Name of the targets.
-            class_axis: Axis of the classes or features.
-        """
+        """Return the loss on the value ``output`` of a model, with ``targets`` by name."""
         place: dict[str, Any] = {"targets": targets, "class_axis": class_axis}
         return LOSSES[self.name](output, **place, **self.options)
 

@@ -163,11 +163,9 @@ def _classes_of(graph: Graph, facts: Mapping[str, Fact], value: str) -> int | No
 
 
 class _LogitsBuilder(NodeBuilder):
-    """Collects the nodes that compute logits from probabilities.
+    """Collects the nodes that compute logits from the probabilities ``output``.
 
-    Args:
-        output: Name of the probabilities.
-        fact: Element type and shape of the probabilities, and so of the result of every node.
+    ``fact`` is that of the probabilities, and so of the result of every node.
     """
 
     def __init__(self, output: str, fact: Fact) -> None:

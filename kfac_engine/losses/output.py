@@ -22,13 +22,7 @@ class OutputLoss(LossFunction):
     """The sum of the entries of an output; it has no targets and no distribution.
 
     The mode ``empirical`` estimates its curvature from the gradients of single examples. All other
-    modes need a distribution of targets.
-
-    Args:
-        output: Name of the output.
-        targets: Not used.
-        seed: Not used.
-        class_axis: Not used; every entry is a prediction.
+    modes need a distribution of targets. The arguments of a loss after ``output`` are not used.
     """
 
     min_rank: ClassVar[int] = 0

@@ -8,7 +8,7 @@ from functools import reduce
 from math import pi
 from operator import mul
 from types import SimpleNamespace
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
@@ -167,13 +167,8 @@ class Draws:
     ``random`` and ``standard_normal``, named as in a generator, draw targets: terms of a
     low-discrepancy sequence, by the numbers of the step and the example. ``uniform`` and ``normal``
     are hashes of a counter, for the random nodes of a model, whose numbers must not follow a
-    pattern.
-
-    Args:
-        tape: Receives the nodes.
-        step: Number of the step.
-        noise: If it is a list, the random numbers are inputs of the file, which the list receives.
-            None if the file draws them.
+    pattern. If ``noise`` is a list, the random numbers are inputs of the file, which the list
+    receives; if it is None, the file draws them.
     """
 
     def __init__(self, tape: Tape, step: Symbol, noise: list["NoiseInput"] | None) -> None:
@@ -269,13 +264,8 @@ def _normal(first: Symbol, second: Symbol) -> Symbol:
     return radius * angle.new("Cos", shape=angle.shape)
 
 
-class NoiseInput:
-    """An input of the file with random numbers.
+class NoiseInput(NamedTuple):
+    """An input of the file with random numbers."""
 
-    Attributes:
-        name: Name of the input.
-        shape: Its sizes.
-    """
-
-    def __init__(self, name: str, shape: tuple[Any, ...]) -> None:
-        self.name, self.shape = name, shape
+    name: str
+    shape: tuple[Any, ...]

@@ -170,9 +170,7 @@ class Tape:
 class Size:
     """A number that depends on sizes of inputs: ``factor · Π nᵖ``.
 
-    Args:
-        numbers: The power p of each number n, a recorded integer; or one number.
-        factor: The factor.
+    ``numbers`` has the power p of each number n, a recorded integer; or it is one number.
     """
 
     __array_ufunc__ = None
@@ -295,24 +293,14 @@ def size_of(tape: Tape, name: str, axis: int) -> Size:
 
 
 class Recorded(NDArrayOperatorsMixin):
-    """A value of the graph.
-
-    Args:
-        tape: Receives the nodes.
-        name: Name of the value.
-        shape: Sizes of its axes.
-        dtype: Its element type.
-
-    Attributes:
-        logarithm: The logarithm of a value that is a power of a number; otherwise None. See
-            ``functions``.
-    """
+    """A value of the graph, whose nodes ``tape`` receives."""
 
     __hash__ = object.__hash__
 
     def __init__(self, tape: Tape, name: str, shape: Shape, dtype: DType | type) -> None:
         self.tape, self.name, self.shape = tape, name, tuple(shape)
         self.dtype = np.dtype(dtype)
+        # The logarithm of a value that is a power of a number, otherwise None: see ``functions``.
         self.logarithm: Recorded | None = None
         self._base: Recorded | None = None
 

@@ -3,10 +3,11 @@
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from math import prod
 from typing import Any
 
 from kfac_engine.errors import InputError
-from kfac_engine.graph.structure import Graph, Input
+from kfac_engine.graph.structure import Input
 
 # Key of the metadata of the files.
 PROPERTY = "kfac_engine.training"
@@ -234,9 +235,8 @@ _SEVERAL = (
 )
 
 
-def readme(description: Description, data: Sequence[Input], model: Graph) -> str:
+def readme(description: Description, data: Sequence[Input]) -> str:
     """Return the text; ``data`` are the inputs of a step that are not state."""
-    del model
     size = "Every number of examples runs with the same files."
     if description.batch_size is not None:
         size = f"The model runs with {description.batch_size} examples only."
@@ -245,7 +245,7 @@ def readme(description: Description, data: Sequence[Input], model: Graph) -> str
     one = count == 1
     if not one:
         size += _SEVERAL.format(count=count)
-    numbers = sum(_entries(shape) for shape in shapes.values())
+    numbers = sum(map(prod, shapes.values()))
     parameters = set(description.parameters)
     batch = ", ".join(f"{entry.name}" for entry in data if entry.name != "rate")
     return _HEAD.format(
@@ -285,10 +285,3 @@ def _code(cell: str) -> str:
 
 def _spelled(shape: Sequence[int | str | None]) -> str:
     return " × ".join(map(str, shape)) or "a number"
-
-
-def _entries(shape: Sequence[int]) -> int:
-    total = 1
-    for size in shape:
-        total *= size
-    return total

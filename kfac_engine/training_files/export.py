@@ -200,7 +200,7 @@ def export_training(  # noqa: PLR0913 (every choice a user has, each with a defa
     if provider == "webgpu":
         contents = {name: for_webgpu(content) for name, content in contents.items()}
     serialized = {name: serialize(content) for name, content in contents.items()}
-    text = readme(description, step.data, assembly.model.graph)
+    text = readme(description, step.data)
     serialized[README] = text.encode()
     folder.mkdir(parents=True, exist_ok=True)
     check_outputs({name: folder / name for name in serialized})

@@ -67,16 +67,11 @@ class StepGraph:
 
 
 class StepRecorder:
-    """Records the step of an optimizer.
+    """Records the step of an optimizer that has taken no step.
 
-    Args:
-        engine: The engine.
-        assembly: Its model, losses and layers.
-        optimizer: An optimizer of the engine that has taken no step.
-        target_inputs: What the targets are, and which of them have weights.
-        noise_is_input: Whether the random numbers of the step are inputs.
-        several: Whether a call takes several steps.
-        parts: Number of parts into which a step divides the batch, one after the other.
+    ``assembly`` has the engine's model, losses and layers. With ``noise_is_input``, the random
+    numbers of the step are inputs of the file. With ``several``, a call takes several steps. A step
+    divides the batch into ``parts``, one after the other.
     """
 
     def __init__(

@@ -189,11 +189,7 @@ class _Measurement:
     averages: int = 0  # bytes of the averages of factors, which the first batch allocates
 
     def prepare(self) -> None:
-        """Check the memory, and allocate what is measured from gradients of single examples.
-
-        Raises:
-            MemoryLimitError: The matrices of the structure do not fit into the memory.
-        """
+        """Allocate what single examples' gradients measure, or raise a MemoryLimitError."""
         layout, structure = self.layout, self.layout.options.structure
         self.moments = ExampleMoments(
             layout.assembly,

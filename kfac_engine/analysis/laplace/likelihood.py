@@ -110,10 +110,9 @@ class Outputs:
 
     @classmethod
     def of(cls, curvature: Curvature) -> "Outputs":
-        """Return the outputs of a model with one loss.
+        """Return the outputs of a model with one loss, whose classes are on the last axis.
 
-        Raises:
-            UnsupportedError: There are several losses, or the classes are not on the last axis.
+        Another model raises an UnsupportedError.
         """
         terms = curvature.layout.assembly.task.objective.terms
         if len(terms) > 1:
@@ -148,9 +147,7 @@ class Outputs:
     def observed(self, inputs: Mapping[str, Array], targets: Targets) -> tuple[Array, Array | None]:
         """Return targets, and their weights, after a check against the outputs for some inputs.
 
-        Raises:
-            InputError: Inputs or targets are wrong.
-            NonFiniteError: No target counts.
+        A NonFiniteError is raised if no target counts.
         """
         objective = self.curvature.layout.assembly.task.objective
         require_gradient(self.curvature.layout.assembly, inputs)

@@ -100,17 +100,10 @@ def _zero_if_same(b: LoweringBuilder, node: Node, name: str, array: Array) -> st
 
 
 class Origin:
-    """The inputs, constants and random values that a value depends on.
+    """The inputs, constants and random values that the value ``name`` of a graph depends on.
 
-    Args:
-        graph: Graph that contains the value.
-        facts: Element types and shapes of the sample run.
-        name: Name of the value.
-
-    Attributes:
-        undecided: Inputs and random results that the value depends on.
-        sized: Whether the value depends on sizes.
-        varies: Whether the value may change with the batch or with the weights.
+    ``undecided`` are inputs and random results that it depends on. ``sized`` is whether it depends
+    on sizes, and ``varies`` whether it may change with the batch or with the weights.
     """
 
     def __init__(self, graph: Graph, facts: Mapping[str, Fact], name: str) -> None:

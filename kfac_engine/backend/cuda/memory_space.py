@@ -22,9 +22,7 @@ if TYPE_CHECKING:
 class CupyMemorySpace:
     """The memory space of the current CUDA device.
 
-    Args:
-        backend: Backend of the arrays.
-        tf32: Whether products may round float32 numbers to TF32.
+    With ``tf32``, products may round float32 numbers to TF32.
     """
 
     kind = "cuda"
