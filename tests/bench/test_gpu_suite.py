@@ -5,18 +5,14 @@ from dataclasses import asdict
 
 import numpy as np
 import pytest
-from rich.console import Console
 
 from kfac_engine.backend import select
 from kfac_engine.backend.channel_groups import Accumulation
-from kfac_engine.backend.cpu.backend import NumpyBackend
 from kfac_engine.backend.cuda import inverse_roots
 from kfac_engine.backend.cuda.backend import CupyBackend
 from kfac_engine.backend.cuda.gram import PatchMoments
 from kfac_engine.bench import data, gpu, gpu_meter, gpu_tune
 from kfac_engine.bench.gpu_meter import Layer, resnet50
-from kfac_engine.bench.peers import torch_gpu
-from kfac_engine.errors import BackendError
 from kfac_engine.kernels.launch import MACROS, source
 from kfac_engine.kernels.tuned import BLOCKS, PATCHES, PIXELS, Choice
 from scripts import bench_tables
@@ -135,43 +131,3 @@ def test_work_that_fails_leaves_the_rest(meter, capsys):
     assert "off by 2.0e-03" in printed
     assert "illegal memory access" in printed
     assert "a sum, cupy: " in printed.splitlines()[-1]
-
-
-def test_a_wrong_result_ends_the_suite(meter):
-    work = gpu_meter.Work(SUM, lambda: None, check=lambda: 2e-3, tolerance=1e-3)
-    with pytest.raises(BackendError, match=r"a sum: .* is off by 2\.0e-03, not 1e-03"):
-        meter.rows("cupy", work)
-    work = gpu_meter.Work(SUM, lambda: None, check=lambda: float("nan"))
-    with pytest.raises(BackendError, match="off by nan"):
-        meter.rows("cupy", work)
-
-
-@pytest.mark.parametrize("layer", LAYERS, ids=str)
-def test_torch_computes_what_it_is_compared_in(layer):
-    pytest.importorskip("torch")
-    usual = torch_gpu.TorchOnDevice("cpu")
-    x = data.normal(2, layer.inputs, layer.side, layer.side)
-    z = NumpyBackend().patches(x, gpu.window(layer)).reshape(-1, layer.inputs * layer.kernel**2)
-    z = np.concatenate([z, np.ones((len(z), 1))], axis=1) if layer.homogeneous else z
-    found = usual.input_factor(x, layer)().numpy()
-    # Of torch, features are ordered by channel first.
-    np.testing.assert_allclose(np.sort(np.diag(found)), np.sort(np.diag(z.T @ z)), rtol=1e-5)
-    rows = np.moveaxis(x, 1, -1).reshape(-1, layer.inputs)
-    np.testing.assert_allclose(usual.output_factor(x)().numpy(), rows.T @ rows, rtol=1e-4)
-
-
-def test_torch_inverts_and_decomposes_what_it_is_compared_in():
-    pytest.importorskip("torch")
-    usual, A = torch_gpu.TorchOnDevice("cpu"), data.factor(5)
-    for inverse in usual.inverses([A], 0.1).values():
-        found = inverse()[0].numpy()
-        np.testing.assert_allclose(found @ (A + 0.1 * np.eye(5)), np.eye(5), atol=1e-5)
-    values, Q = (array.numpy() for array in usual.eigenvectors([A])()[0])
-    np.testing.assert_allclose((Q * values) @ Q.T, A, atol=1e-5)
-    found = usual.precondition([(A, A, A)])()[0].numpy()
-    np.testing.assert_allclose(found, A @ A @ A, atol=1e-5)
-
-
-def test_without_a_gpu_the_suite_says_so():
-    with pytest.raises(BackendError, match="backend 'numpy'"):
-        gpu.run_gpu(Console(), "gpu", [])

@@ -10,7 +10,6 @@ from rich.console import Console
 
 import kfac_engine as ke
 from kfac_engine.bench import models
-from kfac_engine.errors import BackendError, InputError
 from scripts import bench_tables
 from tests.models import mlp, random_inputs
 
@@ -70,17 +69,3 @@ def test_processes_measure_steps(folder):
     rows = models.run_models(Console(width=200), "models", folder)
     assert [row.optimizer for row in rows] == ["AdamW", "K-FAC"]
     assert all(row.peak > 0 and row.losses[1] < row.losses[0] for row in rows)
-
-
-def test_a_folder_without_models_and_a_damaged_model_are_named(tmp_path):
-    for folder in (None, tmp_path):
-        with pytest.raises(InputError, match=r"real_size DIR.*--models DIR"):
-            models.run_models(Console(), "models", folder)
-    (tmp_path / "broken.onnx").write_bytes(b"no model")
-    with pytest.raises(BackendError, match="broken"):
-        models.run_models(Console(), "models", tmp_path)
-
-
-def test_ratios_are_those_to_the_first_row_of_a_model():
-    answers = {name: (10, 1, [9, mean], [1, 0], 0, 2) for name, mean in {"x": 2, "y": 3}.items()}
-    assert [row.ratio for row in models._rows("model", answers)] == [1, 1.5]

@@ -67,11 +67,3 @@ def test_our_steps_are_those_of_the_definition(name):
     for part, arrays in expected.items():
         truth, mine = (np.concatenate([a.ravel() for a in one]) for one in (arrays, found[part]))
         assert np.abs(mine - truth).max() <= SINGLE[part] * np.abs(truth).max()
-
-
-@pytest.mark.parametrize("name", NETWORKS)
-def test_dense_layers_and_convolutions_are_preconditioned_with_their_biases(name):
-    net = NETWORKS[name]()
-    matrices = {n for n, w in net.weights.items() if w.ndim > 1 and n != "tokens"}
-    biases = {n.replace(".weight", ".bias") for n in matrices}
-    assert set(net.preconditioned) == matrices | biases

@@ -1,7 +1,6 @@
 """Measurements are checked before they are timed, fair while they are timed, and written down."""
 
 import json
-import signal
 from contextlib import contextmanager
 
 import numpy as np
@@ -12,9 +11,9 @@ from kfac_engine.bench.contenders import DEFINITION, OURS
 from kfac_engine.bench.measure import measure
 from kfac_engine.bench.processes import running
 from kfac_engine.bench.resource_usage import Usage
-from kfac_engine.bench.roofline import Roofline, SuiteConditions, higher
+from kfac_engine.bench.roofline import Roofline
 from kfac_engine.curvature.schedule import Planner, Schedule, Work
-from kfac_engine.errors import BackendError, InputError, UnknownNameError
+from kfac_engine.errors import BackendError
 
 CEILING = Roofline(threads=1, multiplications=1e9, copied_bytes=1e9)
 SLOW = Roofline(threads=1, multiplications=7e8, copied_bytes=2e9)
@@ -44,12 +43,6 @@ def test_ours_gives_the_result_of_the_definition(job, processes, monkeypatch):
     assert definition.errors["result"] == 0 <= ours.errors["result"] <= job.tolerance
     assert ours.ratio == 1
     assert definition.ratio == ours.seconds.median / definition.seconds.median
-
-
-def test_every_operation_has_a_small_job():
-    contested = {job.operation for suite in jobs.SUITES.values() for job in suite}
-    uses = {*jobs.LAPLACE, *jobs.INFLUENCE}
-    assert contested == {job.operation for job in SMALL.values()} | {"step"} | uses
 
 
 # Later runs find in place what the first one allocates.
@@ -161,30 +154,6 @@ def test_what_a_step_has_to_do_is_what_the_scheduler_finds_due(kind):
         assert bool(planner.refreshes(number)) == (sort == "inverses")
 
 
-def test_an_interruption_ends_contenders_in_the_middle_of_a_run():
-    begun = {}
-
-    def interrupted():
-        with running([OURS], threads=1) as found:
-            begun.update(found)
-            order = {"setup": "power", "sizes": {"d": 3000, "exp": -0.5}, "result": "nowhere"}
-            print(json.dumps(order), file=found[OURS].python.stdin, flush=True)
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        interrupted()
-    # Windows has no signals: there a process is ended with status 1.
-    assert begun[OURS].python.returncode == -getattr(signal, "SIGKILL", -1)
-
-
-def test_a_contender_that_fails_is_named():
-    with (
-        running([OURS], threads=1) as found,
-        pytest.raises(BackendError, match="'ours' ended with status 1"),
-    ):
-        found[OURS].prepare(jobs.Job("inverse", "none", {"side": 3}))
-
-
 @pytest.fixture
 def small_run(monkeypatch):
     """Leaves two suites of one job, and contenders that only pretend."""
@@ -258,57 +227,3 @@ def test_a_job_that_fails_does_not_stop_the_others(small_run, tmp_path, capsys, 
     assert "other: skipped" in capsys.readouterr().out
     suites = json.loads(path.read_text())["suites"]
     assert [len(rows) for rows in (suites["small"], suites["other"])] == [2, 2]
-
-
-def test_measurements_of_other_machines_are_not_mixed(small_run, tmp_path, monkeypatch):
-    path = tmp_path / "times.json"
-    run.run_suites(["small"], path, options=run.Options(threads=1))
-    report = json.loads(path.read_text())
-    report["machine"]["processor"] = "abacus"
-    path.write_text(json.dumps(report))
-    with pytest.raises(InputError, match="was measured with processor abacus"):
-        run.run_suites(["other"], path, options=run.Options(threads=1, resume=True))
-
-
-@pytest.mark.parametrize("text", ["", "[]", '{"suites": {}}'], ids=["empty", "list", "no machine"])
-def test_files_that_are_no_reports_are_not_resumed(small_run, tmp_path, text):
-    path = tmp_path / "times.json"
-    path.write_text(text)
-    with pytest.raises(InputError, match="is no report of bench --json"):
-        run.run_suites(["other"], path, options=run.Options(threads=1, resume=True))
-    assert path.read_text() == text
-
-
-def test_a_file_that_cannot_be_written_is_told_before_anything_is_measured(small_run, tmp_path):
-    for path in (tmp_path / "nowhere" / "times.json", tmp_path):
-        with pytest.raises(InputError, match="name a file in an existing folder"):
-            run.run_suites(["small"], path, options=run.Options(threads=1))
-    assert not small_run
-
-
-@pytest.mark.parametrize(
-    ("before", "after", "slowed"),
-    [(CEILING, CEILING, False), (CEILING, SLOW, True), (SLOW, CEILING, True)],
-    ids=["steady", "slower at the end", "slower at the beginning"],
-)
-def test_a_suite_is_slowed_if_the_machine_multiplies_below_its_best(before, after, slowed):
-    assert SuiteConditions(1.0, before, after, higher(before, after)).slowed == slowed
-
-
-def test_charts_that_cannot_be_drawn_are_told_before_anything_is_measured(
-    small_run, tmp_path, monkeypatch
-):
-    monkeypatch.setattr("kfac_engine.bench.charts.find_spec", lambda name: True)
-    (tmp_path / "file").touch()
-    with pytest.raises(InputError, match=r"cannot create the folder .*: Not a directory"):
-        run.run_suites(["small"], options=run.Options(threads=1, plot=tmp_path / "file" / "x"))
-    monkeypatch.setattr("kfac_engine.bench.charts.find_spec", lambda name: None)
-    with pytest.raises(BackendError, match="charts need matplotlib"):
-        run.run_suites(["small"], options=run.Options(threads=1, plot=tmp_path / "x"))
-    assert not small_run
-
-
-def test_unknown_suites_list_the_known_ones():
-    expected = "build, conv, dense, gpu, inverse, memory, models, power, precondition, scaling"
-    with pytest.raises(UnknownNameError, match=f"choose one of: {expected}"):
-        run.run_suites(["cloud"])

@@ -1,17 +1,15 @@
 """The truth of the suite ``uses``: a dense layer by brute force, gradients of convolutions."""
 
-from importlib import import_module
-
 import numpy as np
 import pytest
 
-from kfac_engine.bench import jobs, reference_step, reference_uses as reference, uses
+from kfac_engine.bench import jobs, uses
 from kfac_engine.bench.contenders import DEFINITION, OURS
 from kfac_engine.bench.measure import measure
 from kfac_engine.bench.processes import running
 from kfac_engine.bench.reference_uses import OPERATIONS
 from kfac_engine.bench.roofline import Roofline
-from kfac_engine.bench.step_networks import classifier, filters
+from kfac_engine.bench.step_networks import classifier
 
 SIZES = {"network": "tiny", "examples": 7, "queries": 2}
 # Dense linear algebra of 15 × 15 matrices in float64.
@@ -81,27 +79,6 @@ def test_ekfac_has_the_squares_of_gradients_in_the_eigenbasis(layer):
     np.testing.assert_allclose(OPERATIONS["self-influence"](**SIZES)(), selves, rtol=TOLERANCE)
 
 
-def test_gradients_of_examples_add_up_to_the_gradient_of_the_loss():
-    net = filters(channels=2, layers=2, side=4, classes=3)
-    x, targets = net.inputs(5)["x"], net.targets(5)
-    layers = reference._layers(net, x, "empirical", targets)
-    _, sums = reference_step.differentiate(net, reference_step.evaluate(net, x), targets)
-    for name, layer in zip(("0", "1", "head"), layers, strict=True):
-        identities = (np.eye(len(moment)) for moment in layer.moments())
-        total = layer.gradients(*identities)[0].sum(0)
-        weight = sums[f"{name}.weight"]
-        packed = weight.reshape(len(weight), -1).T if weight.ndim == 4 else weight
-        np.testing.assert_allclose(total[:-1], packed, atol=TOLERANCE)
-        np.testing.assert_allclose(total[-1], sums[f"{name}.bias"], atol=TOLERANCE)
-
-
-def test_networks_have_their_parameters():
-    sizes = {name: sum(w.size for w in make().weights.values())
-             for name, make in uses._NETWORKS.items()}  # fmt: skip
-    assert sizes == {"mlp": 785 * 256 + 257 * 128 + 129 * 10,
-                     "cnn": 28 * 16 + 145 * 32 + 289 * 32 + 2049 * 10}  # fmt: skip
-
-
 @pytest.fixture(scope="module")
 def processes():
     with running([DEFINITION, OURS], threads=1) as contenders:
@@ -117,19 +94,3 @@ def test_use_of_curvature_gives_the_result_of_the_definition(network, use, proce
     (row,) = measure(job, processes, ceiling, repeats=2)  # the definition is not timed
     assert row.contender == OURS
     assert all(error <= job.tolerance for error in row.errors.values())
-
-
-@pytest.mark.filterwarnings("ignore::FutureWarning")  # of the libraries
-@pytest.mark.parametrize("module", ["laplace_torch", "kronfluence_scores"])
-@pytest.mark.parametrize("network", ["mlp", "cnn"])
-def test_peers_give_the_results_of_the_definition(module, network):
-    pytest.importorskip({"laplace_torch": "laplace", "kronfluence_scores": "kronfluence"}[module])
-    peer = import_module(f"kfac_engine.bench.peers.{module}")
-    sizes = {"network": network, "examples": 8, "queries": 2}
-    for operation, make in peer.OPERATIONS.items():
-        actual, expected = make(**sizes)(), OPERATIONS[operation](**sizes)()
-        if not isinstance(expected, dict):
-            actual, expected = {"": np.asarray(actual)}, {"": np.asarray(expected)}
-        for part, value in expected.items():
-            error = abs(actual[part] - value).max() / abs(value).max()
-            assert error < 2e-3, operation

@@ -5,8 +5,6 @@ import pytest
 from kfac_engine.bench.training.methods import METHODS
 from kfac_engine.bench.training.plan import COLLECTIONS, Group, groups
 from kfac_engine.bench.training.run import Outcome, Point
-from kfac_engine.bench.training.tasks import TASKS, find_task
-from kfac_engine.errors import InputError, UnknownNameError
 
 
 def result(*losses, died=""):
@@ -26,16 +24,6 @@ def test_the_best_candidate_has_the_lowest_loss_of_those_that_did_not_die():
     chosen = group.chosen(outcomes, (0, 7))
     assert [(run.rate, run.seed) for run in chosen] == [(0.01, 0), (0.01, 7)]
     assert group.chosen({}, (0, 7)) == []
-
-
-def test_a_batch_size_follows_the_name_of_a_task():
-    assert find_task("mlp") == (TASKS["mlp"], 512)
-    assert find_task("mlp@64") == (TASKS["mlp"], 64)
-    with pytest.raises(UnknownNameError, match="unknown training task 'vgg'"):
-        find_task("vgg@64")
-    for name in ("mlp@", "mlp@0", "mlp@many"):
-        with pytest.raises(InputError, match="must be a positive integer"):
-            find_task(name)
 
 
 def test_learning_rates_rise_at_first_and_follow_the_schedule():
@@ -71,13 +59,3 @@ def test_a_collection_has_its_own_budgets_rates_and_variants():
     assert (
         str(groups(["wine"], ["kfac"])[1].candidates(3)[0]) == "wine, kfac tail, seed 3, 300 steps"
     )
-
-
-def test_long_tasks_have_contenders_that_gain_late():
-    long = groups(["long"], list(METHODS))
-    assert {g.task for g in long} == {"gpt-long", "allconv"}
-    assert {g.method for g in long} == {"kfac", "adam", "muon", "ema-nesterov", "soap"}
-    (ahead,) = (g for g in long if (g.task, g.method) == ("allconv", "ema-nesterov"))
-    assert {run.method for run in ahead.candidates(0)} == {
-        "ema-nesterov", "ema-nesterov:distance=0.3"
-    }  # fmt: skip

@@ -4,8 +4,6 @@ import numpy as np
 import pytest
 
 import kfac_engine as ke
-from kfac_engine.bench.training.methods import METHODS
-from kfac_engine.bench.training.plan import COLLECTIONS
 from kfac_engine.bench.training.repeated import EQUATIONS
 from kfac_engine.bench.training.tasks import REPEATED, TASKS
 
@@ -75,13 +73,3 @@ def test_a_step_of_each_task_has_all_its_examples(name):
     assert examples == len(data.x) + edge
     engine = ke.Engine.from_onnx(task.model(8, 0).data, loss=task.loss, threads=1)
     assert np.isfinite(engine.loss(inputs, targets))
-
-
-def test_each_step_of_lbfgs_lowers_the_loss():
-    (method,) = COLLECTIONS["exact"].settings["lbfgs"]
-    data = REPEATED["surface"].data(None)
-    model = REPEATED["surface"].model(8, 0)
-    engine = ke.Engine.from_onnx(model.data, loss="normal", threads=1)
-    step = METHODS[method].factory(engine, None, {"maxiter": 10})
-    losses = [step({"x": data.x}, data.y, 1.0) for _ in range(3)]
-    assert losses[0] > losses[1] > losses[2] > engine.loss({"x": data.x}, data.y)

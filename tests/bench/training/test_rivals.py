@@ -1,13 +1,10 @@
 """SOAP beside its formulas on whole vectors of parameters; steps ahead beside a matrix power."""
 
 import numpy as np
-import pytest
 
 import kfac_engine as ke
-from kfac_engine.bench.training.methods import METHODS
 from kfac_engine.bench.training.models import perceptron
 from kfac_engine.bench.training.rivals import Soap, ahead
-from kfac_engine.errors import InputError
 
 STEPS = 23  # two updates of the eigenvectors
 RATE, DECAY = 0.01, 0.95
@@ -55,12 +52,6 @@ def test_soap_equals_adam_in_the_dense_basis_of_the_factors():
     np.testing.assert_allclose(moved(start, steps), dense_soap(start, steps), rtol=1e-9)
 
 
-def test_filters_are_matrices_with_a_row_for_each_output():
-    start, steps = np.random.default_rng(0).standard_normal((4, 3, 2, 2)), gradients((4, 3, 2, 2))
-    matrix = moved(start.reshape(4, 12), [G.reshape(4, 12) for G in steps])
-    np.testing.assert_array_equal(moved(start, steps).reshape(4, 12), matrix)
-
-
 def test_vectors_are_updated_by_adam():
     start, steps = np.ones(3), gradients((3,))
     value, mean, square = start, 0.0, 0.0
@@ -102,10 +93,3 @@ def test_steps_ahead_equal_a_power_of_their_matrix():
     expected = np.linalg.matrix_power(matrix, 12) @ np.append(first, np.zeros(3))
     np.testing.assert_allclose(vector() - minimum, expected[:3], rtol=1e-4, atol=1e-6)
     assert not np.allclose(expected[:3], np.linalg.matrix_power(lower, 12) @ first, rtol=1e-2)
-
-
-def test_options_of_rivals():
-    engine, batch, *_ = linear()
-    METHODS["ema-nesterov"].factory(engine, 0.1, {"distance": 0.3, "momentum": 0.9})(*batch, 1.0)
-    with pytest.raises(InputError, match="'soap' has no options, got beta"):
-        METHODS["soap"].factory(engine, 0.1, {"beta": 1})

@@ -1,20 +1,15 @@
 """The suite ``train``: stored runs, tables, pictures and the process of a run."""
 
-import subprocess
-import sys
-import time
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
 from rich.console import Console
 
-from kfac_engine.bench.training import suite as module, worker
+from kfac_engine.bench.training import suite as module
 from kfac_engine.bench.training.records import Record, Records, revision
 from kfac_engine.bench.training.run import Outcome, Point, Run
 from kfac_engine.bench.training.suite import TrainingOptions, run_training
 from kfac_engine.bench.training.worker import Workers
-from kfac_engine.errors import BackendError, InputError
 
 RUN = Run("digits", "adam", 0.002, "tail", 0, 2.0)
 OUTCOME = Outcome(3, 2.0, 2.5, (Point(0, 0.0, 0.0, 2.3, 0.1), Point(3, 2.0, 2.5, 1.5, 0.6)))
@@ -33,14 +28,6 @@ def test_runs_of_other_data_or_sources_do_not_count(tmp_path):
     # The last run of equal settings counts.
     records.add(Record(replace(RUN, seed=1), other, "digits", revision()))
     assert Records(path).of("digits", any_revision=True)[replace(RUN, seed=1)] == other
-
-
-@pytest.mark.parametrize("line", ["[]", "{", '{"task": "mlp"}', "", '"x"'])
-def test_a_file_without_records_is_refused(tmp_path, line):
-    path = tmp_path / "runs.jsonl"
-    path.write_text(Record(RUN, OUTCOME, "digits", "abc").line() + line + "\n")
-    with pytest.raises(InputError, match=r"line 2 of '.*' is no record"):
-        Records(path)
 
 
 class Recorder:
@@ -108,74 +95,8 @@ def test_runs_in_the_file_are_skipped(tmp_path, monkeypatch):
     assert len(renewed.runs) == 8
 
 
-def test_several_workers_use_different_cores(tmp_path):
-    busy, seen = set(), set()
-    recorder = Recorder()
-
-    def executing(run, folder, core):
-        assert core not in busy
-        busy.add(core)
-        seen.add(core)
-        outcome = recorder.fall(run, folder, core)
-        busy.remove(core)
-        return outcome
-
-    execute(Recorder(executing), tmp_path, workers=2)
-    assert seen <= {0, 1}
-    assert len(recorder.runs) == 8
-
-
-def test_a_picture_is_drawn_for_each_task(tmp_path):
-    pytest.importorskip("matplotlib")
-    execute(Recorder(), tmp_path, tmp_path, tasks=["digits", "function"])
-    for task in ("digits", "function"):
-        assert (tmp_path / f"train-{task}.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_an_interruption_ends_the_processes_and_waits_for_no_other_run(tmp_path):
-    def interrupted(run, folder, core):
-        raise KeyboardInterrupt
-
-    recorder = Recorder(interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        execute(recorder, tmp_path)
-    assert recorder.ended == 1
-    assert not recorder.runs
-
-
 def test_a_run_has_a_process_of_its_own():
     outcome = Workers().execute(Run("digits", "sgd", 0.1, "tail", 0, 0.02), None, 0)
     assert outcome.steps > 0
     assert outcome.cpu >= 0.02
     assert outcome.curve[-1].accuracy is not None
-
-
-def program(monkeypatch, text):
-    """Every process executes this text in place of a run."""
-    real, started = subprocess.Popen, []
-
-    def start(command, **options):
-        started.append(real([sys.executable, "-c", text], **options))
-        return started[-1]
-
-    monkeypatch.setattr(worker.subprocess, "Popen", start)
-    return started
-
-
-def test_a_process_that_fails_is_named_with_its_last_message(monkeypatch):
-    program(monkeypatch, "import sys; sys.exit('first line\\nno memory')")
-    with pytest.raises(BackendError, match=r"the run 'digits, adam 0.002 .*' failed: no memory"):
-        Workers().execute(RUN, None, 0)
-
-
-def test_a_process_can_be_ended(monkeypatch):
-    started = program(monkeypatch, "import time; time.sleep(600)")
-    workers = Workers()
-    with ThreadPoolExecutor(1) as pool:
-        future = pool.submit(workers.execute, RUN, None, 0)
-        while not future.done():
-            workers.end()
-            time.sleep(0.01)
-        with pytest.raises(BackendError, match="failed: no message"):
-            future.result()
-    assert started[0].returncode != 0

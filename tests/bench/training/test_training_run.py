@@ -40,12 +40,6 @@ def test_every_method_lowers_the_loss(method):
     assert last.step == 12
 
 
-def test_all_methods_start_with_the_same_model():
-    rates = {name: METHODS[name].usual_rates[0] for name in OURS}
-    starts = {trained(name, rate, seconds=1.0).curve[0] for name, rate in rates.items()}
-    assert len(starts) == 1
-
-
 def test_evaluations_are_those_of_the_marks():
     outcome = trained("sgd", 0.01, seconds=100.0)
     assert [point.cpu for point in outcome.curve] == [0, *(100 * mark for mark in MARKS)]
@@ -100,25 +94,6 @@ def test_normalizations_are_evaluated_with_the_statistics_of_batches():
     assert outcome.curve[0].loss == pytest.approx(engine.loss({"x": data.held_x}, data.held_y))
     running = engine.evaluate(({"x": data.held_x}, data.held_y))["loss"]
     assert outcome.curve[0].loss != pytest.approx(running, rel=1e-3)
-
-
-def test_the_clock_stops_for_evaluations(monkeypatch):
-    now = [0.0]
-
-    def step(*arguments):
-        now[0] += 0.25
-        return 1.0
-
-    def evaluate(*arguments):
-        now[0] += 100
-        return 1.0, None
-
-    monkeypatch.setattr(module.Trainer, "step", step)
-    monkeypatch.setattr(module.Trainer, "evaluate", evaluate)
-    settings = Run("digits", "sgd", 0.1, "tail", 0, 1.0)
-    outcome = train(settings, None, cpu_clock=lambda: now[0], wall_clock=lambda: 2 * now[0])
-    assert (outcome.steps, outcome.cpu, outcome.wall) == (4, 1.0, 2.0)
-    assert [point.cpu for point in outcome.curve] == [0, 0.25, 0.5, 0.75, 1.0]
 
 
 @pytest.mark.parametrize("loss", [nan, inf, 500.0])
