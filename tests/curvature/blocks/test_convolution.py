@@ -8,7 +8,14 @@ import pytest
 
 import kfac_engine as ke
 from tests.backend.truths import patches as truth_patches
-from tests.lifecycle import Block, damped_block, observe, plain_packing, second_moment
+from tests.lifecycle import (
+    Block,
+    assert_products,
+    damped_block,
+    observe,
+    plain_packing,
+    second_moment,
+)
 
 EXACT = 1e-11  # float64 sums of some hundred terms of size one
 
@@ -169,28 +176,45 @@ def test_conv1d_is_a_convolution_over_one_axis(dtype):
 
 
 @pytest.mark.parametrize(
-    ("name", "case", "strides", "rates"),
+    ("name", "case", "strides", "rates", "data_format"),
     [
-        (None, "2d", (1, 1), (1, 1)),
-        ("extract_convolution_patches", "2d-strided", (2, 3), None),
-        ("extract_image_patches", "2d-strided", (1, 2, 3, 1), (1, 1, 1, 1)),
-        ("extract_image_patches", "2d-dilated", (1, 1, 1, 1), (1, 3, 2, 1)),
-        ("extract_pointwise_conv2d_patches", "2d-1x1", (1, 1, 1, 1), None),
+        (None, "2d", (1, 1), (1, 1), None),
+        ("extract_convolution_patches", "2d-strided", (2, 3), None, "NHWC"),
+        (None, "2d-strided", (1, 1, 2, 3), (1, 1, 1, 1), "NCHW"),
+        ("extract_convolution_patches", "2d-dilated", None, (3, 2), "NCHW"),
+        ("extract_image_patches", "2d-strided", (1, 2, 3, 1), (1, 1, 1, 1), None),
+        ("extract_image_patches", "2d-dilated", (1, 1, 1, 1), (1, 3, 2, 1), None),
+        ("extract_pointwise_conv2d_patches", "2d-1x1", (1, 1, 1, 1), None, None),
     ],
 )
-def test_every_way_to_extract_patches_gives_the_same_numbers(name, case, strides, rates):
+def test_every_way_to_extract_patches_gives_the_same_numbers(
+    name, case, strides, rates, data_format
+):
     case = CASES[case]
     collection = ke.LayerCollection(graph={"w": case.filter_shape})
     params = PARAMS[case.bias]
     block = ke.ConvKFCBasicFB(
-        collection, params, case.padding, strides, rates, extract_patches_fn=name
+        collection,
+        params,
+        case.padding,
+        strides,
+        rates,
+        data_format=data_format,
+        extract_patches_fn=name,
     )
+    assert isinstance(block, ke.KroneckerProductFB)
     block.register_additional_tower("x", "s")
     collection.register_block(params, block)
     values = case.batch(3, seed=5)
-    observe(collection, [["ds"]], [values])
+    first = data_format == "NCHW"
+    given = {key: np.moveaxis(a, -1, 1) for key, a in values.items()} if first else values
+    observe(collection, [["ds"]], [given], damping=0.2, exps=(-1, -0.25), cholesky=True)
     A, G, t = truth(case, values)
     np.testing.assert_allclose(block.full_fisher_block(), t * np.kron(A, G), atol=EXACT)
+    B = damped_block(A, G, 0.2, t)
+    assert_products(block, B, case.shapes, case.pack, 1e-9, exps=(-1, -0.25))
+    assert block.num_registered_towers == 1
+    assert block.tensors_to_compute_grads() == ("s",)
 
 
 @pytest.mark.parametrize(
