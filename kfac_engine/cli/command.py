@@ -96,8 +96,7 @@ class Option(click.Option):
         **settings: Any,
     ) -> None:
         self.group, self.writes, self.table, self._sources = group, writes, table, names
-        if settings.get("default") not in (None, "") and not settings.get("is_flag"):
-            settings.setdefault("show_default", True)
+        settings["show_default"] = settings.get("default") not in (None, "")
         if settings.get("multiple") and "repeated" not in settings["help"]:
             settings["help"] += " May be repeated."
         super().__init__(list(flags), **settings)
@@ -190,7 +189,7 @@ def command(
             callback=call,
             help=text,
             params=[*chain(*gathered.values()), *parameters, *options, debug_option],
-            example=example,
+            epilog=example,
         )
 
     return decorate
@@ -258,10 +257,6 @@ def _divided_among_processes(options: dict[str, Any]) -> Iterator[None]:
 class Command(click.Command):
     """A command with groups of options and an example."""
 
-    def __init__(self, *args: Any, example: str, **settings: Any) -> None:
-        super().__init__(*args, **settings)
-        self.example = example
-
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the options below the headings of their groups."""
         options = [p for p in self.get_params(ctx) if isinstance(p, click.Option)]
@@ -277,8 +272,8 @@ class Command(click.Command):
                     formatter.write_dl(table[1]())
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the example."""
+        """Write the example as it is."""
         del ctx
         with formatter.section("Example"):
-            for line in self.example.splitlines():
+            for line in (self.epilog or "").splitlines():
                 formatter.write(f"{'':>{formatter.current_indent}}{line}\n")

@@ -103,10 +103,9 @@ def _measured(
     from kfac_engine.analysis.fisher_matrix.options import CurvatureOptions, assembled
     from kfac_engine.cli.files import ShownBatches, read_data
     from kfac_engine.datasets.first_examples import with_first_examples
-    from kfac_engine.system.arrays import map_arrays
 
     with working("reading"):
-        _, data = read_data(files.inputs, files.targets, model, map_arrays)
+        _, data = read_data(files.inputs, files.targets, model, mapped=True)
         _, sample = with_first_examples(
             model, data, options["batch_axes"], labeled=False, divided=False, size=size
         )

@@ -27,13 +27,15 @@ def _pairs(example: str, pattern: str, convert: Callable[[str], Any]) -> Callabl
     def read(
         _: click.Context, parameter: click.Parameter, values: Sequence[str]
     ) -> dict[str, Any] | None:
-        pairs = [re.fullmatch(pattern, value, re.S) for value in values]
-        for value, pair in zip(values, pairs, strict=True):
+        pairs = {}
+        for value in values:
+            pair = re.fullmatch(pattern, value, re.S)
             if pair is None:
                 raise click.BadParameter(
                     f"expected {parameter.metavar}, such as {example}; got '{value}'."
                 )
-        return {pair[1]: convert(pair[2]) for pair in pairs if pair} or None
+            pairs[pair[1]] = convert(pair[2])
+        return pairs or None
 
     return read
 

@@ -1,8 +1,8 @@
 """Reads the inputs, targets and data sets of commands, and writes their results."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 from kfac_engine._types import Array
 from kfac_engine.cli.display import progress
@@ -12,11 +12,8 @@ from kfac_engine.datasets.forms import FILE_BATCH, batches_of
 from kfac_engine.engine.build import Assembly
 from kfac_engine.errors import InputError
 from kfac_engine.graph.load import load_graph
-from kfac_engine.system.arrays import read_arrays
+from kfac_engine.system.arrays import map_arrays, read_arrays
 from kfac_engine.system.reading import names_folder
-
-# Returns the arrays of a file by name, a lone array under None.
-Reader: TypeAlias = Callable[[Path], dict[str | None, Array]]
 
 
 def read_inputs(path: Path | None, model: Path) -> dict[str, Array] | None:
@@ -30,7 +27,7 @@ def read_inputs(path: Path | None, model: Path) -> dict[str, Array] | None:
 
 
 def read_data(
-    inputs: Path, targets: Path | None, model: Path, read: Reader = read_arrays
+    inputs: Path, targets: Path | None, model: Path, *, mapped: bool = False
 ) -> tuple[dict[str, Array], Any]:
     """Read input files; return the inputs by name, and inputs and targets as data for ``fit``.
 
@@ -41,7 +38,7 @@ def read_data(
             folder of shards, whose first shard is returned; a file may have targets, too.
         targets: The targets; None if ``inputs`` has them, or if there are none.
         model: The model's file, which names the input of a lone array.
-        read: Reads the arrays, or maps them.
+        mapped: Whether the arrays of an input file are mapped, not read.
     """
     graph = load_graph(model)
     names = [entry.name for entry in graph.inputs]
@@ -50,7 +47,7 @@ def read_data(
     if names_folder(inputs):
         arrays = first_shard(inputs, (*names, *labels))
     else:
-        opened = read(inputs)
+        opened = map_arrays(inputs) if mapped else read_arrays(inputs)
         if None in opened and len(names) != 1:
             raise InputError(
                 f"'{inputs}' holds one array, but the model has {len(names)} inputs: "

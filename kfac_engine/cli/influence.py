@@ -64,7 +64,6 @@ def influence(
 
     import kfac_engine as ke
     from kfac_engine.cli.files import ShownBatches, read_data
-    from kfac_engine.system.arrays import map_arrays
     from kfac_engine.system.writing import write_rendered
 
     if files.queries is None and files.query_targets is not None:
@@ -74,7 +73,7 @@ def influence(
         scores = ke.Influence(curvature, damping)
 
     def batches(inputs: Path, targets: Path | None) -> "ShownBatches":
-        _, data = read_data(inputs, targets, model, map_arrays)
+        _, data = read_data(inputs, targets, model, mapped=True)
         return ShownBatches(curvature.layout.assembly, data, batch_size, labeled=True)
 
     train = batches(files.inputs, files.targets)

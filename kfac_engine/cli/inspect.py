@@ -21,7 +21,6 @@ from kfac_engine.summary import binary_size, dimensions, scaled
 
 if TYPE_CHECKING:
     import kfac_engine as ke
-    from kfac_engine._types import Array
     from kfac_engine.engine.memory import MemoryReport
     from kfac_engine.engine.report import LayerReport, LossReport
     from kfac_engine.engine.spectra import FactorSpectrum
@@ -59,7 +58,7 @@ def inspect(
 ) -> None:
     import kfac_engine as ke
     from kfac_engine.cli.files import read_inputs
-    from kfac_engine.cli.spectra import check_picture, print_spectra
+    from kfac_engine.cli.spectra import check_picture, print_spectra, write_picture
 
     if plot is not None:
         if inputs is None:
@@ -69,7 +68,12 @@ def inspect(
         warnings.simplefilter("ignore", ExportWarning)  # printed above the tables
         sample = read_inputs(inputs, model)
         engine = ke.Engine.from_onnx(model, sample_inputs=sample, **options)
-    spectra = () if plot is None or sample is None else _plotted(plot, engine, sample, model.name)
+    spectra: Sequence[FactorSpectrum] = ()
+    if plot is not None and sample is not None:
+        with working("computing eigenvalues"):
+            engine.observe(sample)
+            spectra = ke.factor_spectra(engine)
+            write_picture(plot, f"Eigenvalues of the factors of {model.name}", spectra)
     batch = batch_size or engine.losses[0].examples
     facts = _facts(engine, engine.memory(batch))
     if as_json:
@@ -134,20 +138,6 @@ def _print(engine: "ke.Engine", facts: Mapping[str, Any], *, as_one: bool) -> No
         heads = ("name", "shape", "because it is")
         rows_of_constants = list(_gathered(facts["not_trained"]))
         print_table("constants that are not trained", heads, rows_of_constants, sentences=heads[-1])
-
-
-def _plotted(
-    plot: Path, engine: "ke.Engine", sample: "Mapping[str, Array]", title: str
-) -> "Sequence[FactorSpectrum]":
-    """Draw the spectra of the factors of a batch, and return the spectra."""
-    import kfac_engine as ke
-    from kfac_engine.cli.spectra import write_picture
-
-    with working("computing eigenvalues"):
-        engine.observe(sample)
-        spectra = ke.factor_spectra(engine)
-        write_picture(plot, f"Eigenvalues of the factors of {title}", spectra)
-    return spectra
 
 
 def print_layers(engine: "ke.Engine") -> None:

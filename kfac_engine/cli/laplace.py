@@ -61,7 +61,6 @@ _POSTERIOR = (
 )
 def laplace(model: Path, files: SimpleNamespace, prior: SimpleNamespace, as_json: bool) -> None:
     from kfac_engine.cli.files import read_data
-    from kfac_engine.system.arrays import map_arrays
 
     if files.out is None and files.export is None:
         raise InputError("there is nothing to write; name a file with --out, --export or both.")
@@ -75,7 +74,7 @@ def laplace(model: Path, files: SimpleNamespace, prior: SimpleNamespace, as_json
     predictive = None
     if files.out is not None and files.inputs is not None:
         with working("predicting"):
-            _, queries = read_data(files.inputs, None, model, map_arrays)
+            _, queries = read_data(files.inputs, None, model, mapped=True)
             predictive = posterior.predict(queries)
             _write(predictive, files.out)
     if files.export is not None:

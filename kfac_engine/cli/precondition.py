@@ -21,9 +21,7 @@ from kfac_engine.summary import dimensions
 from kfac_engine.system.reading import exists
 
 if TYPE_CHECKING:
-    import kfac_engine as ke
     from kfac_engine._types import Array
-    from kfac_engine.losses.observed import Targets
 
 
 _FILES = (
@@ -87,20 +85,27 @@ def run_precondition(
         if files.state is not None and exists(files.state):
             # The parameters come from the model's file, not from the state.
             engine.load(files.state, parameters=False)
-        gradients = (
-            None if files.gradients is None else read_gradients(files.gradients, engine.parameters)
-        )
     with working("preconditioning"):
-        batch = whole_batch(data, engine.example_axes, labeled=False)
-        loss, *pair = _precondition(engine, *batch, gradients, exp)
+        batch, targets = whole_batch(data, engine.example_axes, labeled=False)
+        loss: float | None = None
+        if files.gradients is not None:
+            gradients = read_gradients(files.gradients, engine.parameters)
+            engine.observe(batch, targets)
+            natural_gradients = engine.precondition(gradients, exp=exp)
+        elif targets is None and engine.objective.targeted:
+            raise InputError("the gradient needs targets: give --targets, or bring --gradients.")
+        else:
+            result = engine.step(batch, targets)
+            loss, gradients = result.loss, result.gradients
+            natural_gradients = result.natural_gradients
         write_tensors(
             files.out,
-            {GRADIENT + name: array for name, array in pair[0].items()}
-            | {NATURAL_GRADIENT + name: array for name, array in pair[1].items()},
+            {GRADIENT + name: array for name, array in gradients.items()}
+            | {NATURAL_GRADIENT + name: array for name, array in natural_gradients.items()},
         )
     if files.state is not None:
         engine.save(files.state)
-    _report(loss, norm_rows(*pair), files.out, as_json)
+    _report(loss, norm_rows(gradients, natural_gradients), files.out, as_json)
 
 
 def read_gradients(path: Path, known: "Mapping[str, Array]") -> "dict[str, Array]":
@@ -131,23 +136,6 @@ def read_gradients(path: Path, known: "Mapping[str, Array]") -> "dict[str, Array
     if not gradients:
         raise InputError(f"'{path}' holds no gradient; its keys must be the parameters' names.")
     return gradients
-
-
-def _precondition(
-    engine: "ke.Engine",
-    inputs: "Mapping[str, Array]",
-    targets: "Targets",
-    gradients: "dict[str, Array] | None",
-    exp: float,
-) -> "tuple[float | None, dict[str, Array], dict[str, Array]]":
-    """Return the loss and both kinds of gradients; the loss is None for gradients of the user."""
-    if gradients is not None:
-        engine.observe(inputs, targets)
-        return None, gradients, engine.precondition(gradients, exp=exp)
-    if targets is None and engine.objective.targeted:
-        raise InputError("the gradient needs targets: give --targets, or bring --gradients.")
-    result = engine.step(inputs, targets)
-    return result.loss, result.gradients, result.natural_gradients
 
 
 def _report(loss: float | None, rows: list[Norms], path: Path, as_json: bool) -> None:
