@@ -29,6 +29,13 @@ class ParameterSlice:
     index: Array | None = None
     # Copy of ``index`` on a device, which the first use of an array of that device creates.
     _device_index: Array | None = field(default=None, init=False, repr=False)
+    # Offset and strides, in entries, of positions that ascend in equal steps along each axis, such
+    # as those of a box; empty for others.
+    _steps: tuple[int, ...] = field(default=(), init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.index is not None and self.index.size:
+            self._steps = _steps_of(self.index)
 
     def read(self, array: Entries) -> Entries:
         """Return the entries of an array in the shape of the value.
@@ -38,11 +45,29 @@ class ParameterSlice:
         """
         if self.index is None or isinstance(array, Rows):
             return array
-        return array.reshape(-1)[self._index_for(array)]
+        flat = array.reshape(-1)
+        if (box := self._box_in(flat)) is None:
+            return flat[self._index_for(array)]
+        values = np.empty_like(self.index, flat.dtype)  # in the order of memory of the positions
+        values[...] = box
+        return values
 
     def write(self, flat: Array, entries: Array) -> None:
         """Set the entries in ``flat``, which has all entries of the parameter, in place."""
-        flat[... if self.index is None else self._index_for(flat)] = entries
+        if self.index is None:
+            flat[...] = entries
+        elif (box := self._box_in(flat)) is None:
+            flat[self._index_for(flat)] = entries
+        else:
+            box[...] = entries
+
+    def _box_in(self, flat: Array) -> Array | None:
+        """Return the entries as a view; None unless the host has them in equal steps."""
+        if not self._steps or type(flat) is not np.ndarray or not flat.flags.c_contiguous:
+            return None
+        assert self.index is not None, "all entries have no steps"
+        start, *steps = (flat.itemsize * step for step in self._steps)
+        return np.ndarray(self.index.shape, flat.dtype, flat, start, steps)
 
     def _index_for(self, array: Array) -> Array:
         """Return ``index`` in the memory space of an array."""
@@ -52,6 +77,17 @@ class ParameterSlice:
         if self._device_index is None:
             self._device_index = array_module(array).asarray(self.index)
         return self._device_index
+
+
+def _steps_of(index: Array) -> tuple[int, ...]:
+    """Return the first position and the steps along the axes; empty unless these are equal."""
+    first, steps, expected = int(index.flat[0]), list[int](), np.zeros((), np.int64)
+    for axis, size in enumerate(index.shape):
+        second = index[tuple(int(i == axis and size > 1) for i in range(index.ndim))]
+        steps.append(int(second) - first)
+        expected = expected[..., None] + steps[-1] * np.arange(size)
+    equal = min(steps, default=0) >= 0 and np.array_equal(first + expected, index)
+    return (first, *steps) if equal else ()
 
 
 @recordable
@@ -82,7 +118,7 @@ def join(
     """
     if is_whole(parts) or isinstance(like, Rows):
         return arrays[parts[0].name]
-    joined: Array = (like * rest).astype(like.dtype).reshape(-1)
+    joined: Array = (like * rest).astype(like.dtype, copy=False).reshape(-1)
     for part in parts:
         part.write(joined, entries(arrays[part.name]))
     return joined.reshape(like.shape)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import partial
 from math import inf, log, prod, sqrt
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -52,7 +53,9 @@ from kfac_engine.training.vectors import (
     combine,
     combine_all,
     groups,
+    inner_products,
     joined,
+    parts,
     views_of,
 )
 from kfac_engine.training.weight_roles import (
@@ -136,6 +139,15 @@ class Turn(NamedTuple):
     corrections: Mapping[str, Correction]  # by the weight or bias that they change
 
 
+class Measured(NamedTuple):
+    """A direction that several steps may take, and what a step has measured of it."""
+
+    direction: Array
+    examples: int  # number of examples of the batch
+    square: Any  # ``|p|²`` of each matrix
+    least: Any  # see ``_least_squares``; None for no bound
+
+
 class Descent(NamedTuple):
     """The directions of a step, for which a search finds lengths."""
 
@@ -172,7 +184,9 @@ class AdaptiveLengthUpdate(Update):
     If a batch has few rows, the products with the inverses of wide factors take longer than the
     products of the gradient. If the sides of a matrix's factors have a sum above 512, and the
     matrix has fewer rows in the batch than this sum, it has a new direction in every second step
-    only, unless c < −1. The averaged gradient spans ten steps and changes little meanwhile.
+    only, unless c < −1. The averaged gradient spans ten steps and changes little meanwhile. After
+    the first step, one half of these matrices has new directions in even steps and the other half
+    in odd ones.
 
     The Frobenius norm of an update is ``k L √outputs``: with ``k = 1``, each output of a layer
     changes by the same amount whatever their number, as with Muon. In a product ``s A B`` of low
@@ -235,6 +249,9 @@ class AdaptiveLengthUpdate(Update):
     sides: Mapping[str, int]  # smaller side of the matrices of each weight
     equal: Collection[str]  # the weights whose singular values may become equal
     widths: Mapping[str, float]  # sum of the sides of the factors of each weight
+    # The steps with new directions of weights that have one in every second step: 0 for even ones,
+    # 1 for odd ones. An array for a stack.
+    turns: Mapping[str, Any]
     blocks: Mapping[str, FisherBlock]  # the block of the layer of each weight
     # Number of the group of each weight and of each parameter with weights. Parameters that blocks
     # join are one group.
@@ -262,6 +279,9 @@ class AdaptiveLengthUpdate(Update):
     weight: GradientWeight = field(default_factory=GradientWeight)
     # Weights with the matrices of several layers: each matrix has a new direction in its own steps.
     independent: Collection[str] = ()
+    # What the last step has measured of the directions of wide weights on the host. Clear it before
+    # directions change in place.
+    measured: dict[str, Measured] = field(default_factory=dict)
 
     def new_slots(self, parameters: Vector) -> SlotArrays:
         """Return the state before the first step.
@@ -463,10 +483,19 @@ class AdaptiveLengthUpdate(Update):
         The squares of matrices with too large singular values are larger: see ``_least_squares``.
         """
         gradients, natural = descent.gradients, descent.natural
+        known = {
+            name: measured
+            for name, measured in self.measured.items()
+            if measured.direction is natural[name] is descent.active[name]
+            and measured.examples == step.examples
+        }
         pairs = (gradients, natural), (natural, descent.active)
-        products = self._products(step, *pairs)
-        least = self._least_squares(natural, step)  # reads a device with the products
+        products = self._products(step, *pairs, known=known)
+        # A device is read with the products.
+        least = self._least_squares({n: p for n, p in natural.items() if n not in known}, step)
+        least |= {name: bound for name, (*_, bound) in known.items() if bound is not None}
         slopes, squares = products()
+        self._remember(step, descent, squares, least)
         bounded = dict(squares)
         for names in squares if least else ():
             if not least.keys().isdisjoint(names):
@@ -475,6 +504,21 @@ class AdaptiveLengthUpdate(Update):
                 bounds = _numbers({**zeros, **least}, names, slopes_of)
                 bounded[names] = np.maximum(squares[names], bounds)
         return [slopes, bounded]
+
+    def _remember(
+        self, step: StepInputs, descent: Descent, squares: Products, least: Mapping[str, Any]
+    ) -> None:
+        """Write ``measured``."""
+        self.measured.clear()
+        for names, numbers in squares.items():
+            slopes = {name: step.slots["slope"][name] for name in names}
+            of_names = views_of(numbers, slopes) if names[1:] else {names[0]: numbers}
+            for name, square in of_names.items():
+                direction = descent.natural[name]
+                wide = direction is descent.active[name] and self.widths[name] > _NARROW
+                if wide and type(direction) is np.ndarray:
+                    measured = Measured(direction, step.examples, square, least.get(name))
+                    self.measured[name] = measured
 
     def _least_squares(self, natural: Vector, step: StepInputs) -> dict[str, Any]:
         """Return the least ``|p|²`` for the step size of each weight, which bounds its update.
@@ -504,13 +548,17 @@ class AdaptiveLengthUpdate(Update):
         return least
 
     def _products(
-        self, step: StepInputs, *pairs: tuple[Vector, Vector]
+        self,
+        step: StepInputs,
+        *pairs: tuple[Vector, Vector],
+        known: Mapping[str, Measured] = MappingProxyType({}),
     ) -> Callable[[], list[Products]]:
         """Start to compute the inner products of the matrices of all weights.
 
         Args:
             step: The step.
             pairs: Pairs of vectors by unit.
+            known: Weights of which the last pair has known products, and the others need none.
 
         Returns:
             A function that returns the inner products for each pair, on the host. The next read of
@@ -520,18 +568,22 @@ class AdaptiveLengthUpdate(Update):
         many = self._many(pairs[0][1].values())
         results: list[dict[str, Any]] = [{} for _ in pairs]
         waiting: list[tuple[dict[str, Any], str, Array, Array]] = []
-        for (left, right), products in zip(pairs, results, strict=True):
-            for name, weight in self.units.weights.items():
-                x, y = left[name], right[name]
-                if slopes[name].ndim:  # several matrices
-                    product = (weight.matrices(x) * weight.matrices(y)).sum(axis=(1, 2))
-                    products[name] = product
-                    if many is not None:
-                        backend.read_later(product, partial(products.__setitem__, name))
-                elif many is None:
-                    products[name] = np.vdot(x, y)
-                else:
-                    waiting.append((products, name, x, y))
+        for name, weight in self.units.weights.items():
+            arrays = [(left[name], right[name]) for left, right in pairs]
+            if name in known:
+                numbers = [known[name].square for _ in pairs]
+            elif slopes[name].ndim:  # several matrices
+                stacks = [(weight.matrices(x), weight.matrices(y)) for x, y in arrays]
+                numbers = [(x * y).sum(axis=(1, 2)) for x, y in stacks]
+            elif many is None:
+                numbers = inner_products(arrays)
+            else:
+                waiting += [(at, name, *both) for at, both in zip(results, arrays, strict=True)]
+                continue
+            for products, number in zip(results, numbers, strict=True):
+                products[name] = number
+                if many is not None:
+                    backend.read_later(number, partial(products.__setitem__, name))
         if many is not None and waiting:
             addends = many.inner_products([(x, y) for *_, x, y in waiting])
             backend.read_later(addends, partial(_fill, waiting))
@@ -547,10 +599,10 @@ class AdaptiveLengthUpdate(Update):
     def _due(self, step: StepInputs, turn: Turn) -> dict[str, Any]:
         """Return whether each weight has a new direction; the truth values may be recorded."""
         number: Any = step.step
+        sums = dict[str, Any]()
         number = number.astype(np.int64) if is_recorded(number) else number
-        even, sums = number % 2 == 0, dict[str, Any]()
         wide = [name for name, width in self.widths.items() if width > _NARROW]
-        for names, products in turn.last.items() if even is not True else ():
+        for names, products in turn.last.items():
             if not {*wide}.isdisjoint(names):
                 along = products + block_of(step.slots["slope"], names)
                 slopes = {name: step.slots["slope"][name] for name in names}
@@ -558,10 +610,11 @@ class AdaptiveLengthUpdate(Update):
         due = dict.fromkeys(self.widths, turn.onward)
         for name in wide:
             always: Any = self._rows(name, step.examples) >= self.widths[name]
-            if not is_recorded(always) and (always or even is True):
+            if not is_recorded(always) and always:
                 continue
+            in_turn = np.logical_or(number == 0, (number + self.turns[name]) % 2 == 0)
             of_name = sums[name] if name in self.independent else sums[name].min()
-            turns = np.logical_or(always, np.logical_or(even, of_name < 0))  # c < -1
+            turns = np.logical_or(always, np.logical_or(in_turn, of_name < 0))  # c < -1
             due[name] = turns if turn.onward is True else np.logical_and(turns, turn.onward)
         return due
 
@@ -731,15 +784,19 @@ class AdaptiveLengthUpdate(Update):
         rate = step.scale * evaluated_rate(self.adam_rate, step.step)
         old = block_of(step.slots["second_moment"], names)
         new = block_of(step.new_slots["second_moment"], names)
-        direction = self.adam.direction(value, mean, old, new, step.step + 1)
         shrunk = 1 - rate * step.decay * self.weight_decay
         units = [self._unit(name, step) for name in names] if step.spreads else []
+        operands = [value, mean, old, new, parameter]
         if len(names) == 1:
             rate = rate * (units[0] if units else 1.0)
         elif units and any(unit != 1 for unit in units):
             sizes = [step.slots["second_moment"][name].size for name in names]
-            direction *= array_module(value).asarray(np.repeat(units, sizes), value.dtype)
-        combine(value, -rate, direction, shrunk, parameter)
+            operands.append(array_module(value).asarray(np.repeat(units, sizes), value.dtype))
+        for out, v, before, after, present, *scales in parts(*operands):
+            direction = self.adam.direction(out, v, before, after, step.step + 1)
+            for scale in scales:
+                direction *= scale
+            combine(out, -rate, direction, shrunk, present)
 
     def _unit(self, name: str, step: StepInputs) -> Any:
         """Return the unit of the outputs of the layer that has a weight or bias."""
@@ -926,6 +983,10 @@ def adaptive_lengths(
     numbers = joined_by_blocks(engine, units)
     span = AverageSpan(AVERAGE) if momentum is None and roots else None
     momentum = AVERAGE if momentum is None else momentum
+    turns, work = dict[int, int](), [0.0, 0.0]
+    for name, shape in shapes.items():  # each half has about the same number of multiplications
+        half = turns.setdefault(numbers[name], int(work[0] > work[1]))
+        work[half] += prod(shape) * widths[name]
     together = Together(
         [*groups(parameters, {name: name in numbers for name in parameters})],
         [*groups(by_adam, dict.fromkeys(by_adam, "Adam"))],
@@ -940,6 +1001,7 @@ def adaptive_lengths(
         sides,
         equal,
         widths,
+        {name: turns[numbers[name]] for name in shapes},
         blocks,
         numbers,
         [*units.split({name: parameters[name] for name in numbers if name in parameters})],

@@ -729,6 +729,8 @@ class KfacOptimizer(Optimizer):
                 self._rule = self._rules[int(values.pop(_EXACT))]
             restored = type(getattr(self._basis, name)).restored(values)
             self._basis = self._basis._replace(**{name: restored})
+        if isinstance(self._given.update, AdaptiveLengthUpdate):
+            self._given.update.measured.clear()  # the directions change in place
         super().restore(replace(part, arrays=arrays))
 
     @property

@@ -159,6 +159,12 @@ def stacked_update(
         sides=stacks.first(update.sides),
         equal=set(stacks.names([*update.equal])),
         widths=stacks.first(update.widths),
+        turns={
+            name: np.array([update.turns[n] for n in members[name]])
+            if name in members
+            else update.turns[name]
+            for name in units.weights
+        },
         blocks=stacks.first(update.blocks),
         # A file computes all natural gradients together.
         groups=dict.fromkeys(stacks.names([*update.groups]), 0),

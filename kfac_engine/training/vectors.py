@@ -42,8 +42,9 @@ def add_multiple(out: Array, factor: float, array: Array) -> None:
 
 def combine(out: Array, factor: float, array: Array, other_factor: float, other: Array) -> None:
     """Write ``factor · array + other_factor · other`` to ``out``, which may be ``array``."""
-    np.multiply(array, factor, out=out)
-    add_multiple(out, other_factor, other)
+    for part, first, second in parts(out, array, other):
+        np.multiply(first, factor, out=part)
+        add_multiple(part, other_factor, second)
 
 
 def combine_all(
@@ -63,6 +64,18 @@ def combine_all(
 def dot(left: Vector, right: Vector) -> float:
     """Return the inner product of two vectors; the names of the first one count."""
     return sum(float(np.vdot(array, right[name])) for name, array in left.items())
+
+
+def inner_products(pairs: Sequence[tuple[Array, Array]]) -> list[Any]:
+    """Return the inner products of pairs of arrays, all of one shape.
+
+    An array of several pairs is read from memory once.
+    """
+    addends = [
+        [np.vdot(x, y) for x, y in zip(each[::2], each[1::2], strict=True)]
+        for each in parts(*(array for pair in pairs for array in pair))
+    ]
+    return addends[0] if len(addends) == 1 else [*np.sum(addends, axis=0)]
 
 
 class Zeros(dict[str, Array]):
@@ -146,7 +159,7 @@ def parts(*arrays: Array) -> Iterator[tuple[Array, ...]]:
 
     Arrays that are not contiguous, or not of the host, are one part.
     """
-    if not all(map(_is_flat, arrays)) or arrays[0].size <= _PART:
+    if arrays[0].size <= _PART or not all(map(_is_flat, arrays)):
         yield arrays
         return
     flat = [array.reshape(-1) for array in arrays]

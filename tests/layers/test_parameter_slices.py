@@ -157,6 +157,33 @@ def test_boxes_are_described_as_slices(part, text):
     assert describe_part(index, (4, 5)) == text
 
 
+@pytest.mark.parametrize(
+    "part",
+    [
+        np.s_[:, 1:4],
+        np.s_[1::2, ::3],
+        np.s_[2:3, 4],
+        np.s_[1, 2],
+        np.s_[::-1],
+        np.s_[:, [0, 1, 4]],
+        np.s_[:0],
+    ],
+    ids=str,
+)
+def test_entries_are_those_of_their_positions(part):
+    array = np.arange(20.0).reshape(4, 5)
+    for index in (np.arange(20).reshape(4, 5)[part], np.arange(20).reshape(4, 5)[part].T):
+        read = ParameterSlice("w", index).read(array)
+        np.testing.assert_array_equal(read, array.reshape(-1)[index], strict=True)
+        assert read.strides == array.reshape(-1)[index].strides
+        read[...] = -1  # a copy
+        flat, expected = array.copy().reshape(-1), array.copy().reshape(-1)
+        expected[index] = 7 * index
+        ParameterSlice("w", index).write(flat, 7 * index)
+        np.testing.assert_array_equal(flat, expected)
+    assert array.min() == 0
+
+
 def test_join_is_inverse_of_split():
     array = np.arange(12.0).reshape(3, 4)
     numbers = np.arange(12).reshape(3, 4)

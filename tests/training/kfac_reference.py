@@ -271,13 +271,18 @@ class Reference:
         return equal if (equal * mean).sum() > 0 else p
 
     def kept(self, g):
-        """Weights whose directions are those of the last step, which was even: of few rows."""
-        if not self.t % 2:
+        """Weights of few rows whose directions are those of the last step, every other in turn."""
+        if not self.t:
             return set()
+        turns = {w: i % 2 for i, (w, _) in enumerate(LAYERS.values())}
         sides = {w: sum(map(len, self.matrices()[n])) for n, (w, _) in LAYERS.items()}
         wide = max(self.rows, self.narrow)
         change = {w: ((g[w] + self.last_g[w]) * self.natural[w]).sum() for w in sides}
-        return {w for w, side in sides.items() if side > wide and change[w] >= 0}
+        return {
+            w
+            for w, side in sides.items()
+            if side > wide and change[w] >= 0 and (self.t + turns[w]) % 2
+        }
 
     def follow_span(self, g):
         """Averages of more steps where the squared averages are small beside the gradients'."""

@@ -7,7 +7,7 @@ import pytest
 
 import kfac_engine as ke
 from kfac_engine.engine import profiling
-from kfac_engine.training.vectors import add_multiple, combine, dot
+from kfac_engine.training.vectors import _PART, add_multiple, combine, dot, inner_products
 from tests import models
 from tests.comparing import assert_arrays_equal
 from tests.engine.test_engine import random_targets
@@ -20,6 +20,15 @@ LAYOUTS = {
     "one number": lambda a: np.array(a[0, 0]),
     "empty": lambda a: a[:0],
 }
+
+
+@pytest.mark.parametrize("size", [7, 2 * _PART + 5])
+def test_results_of_parts_are_those_of_whole_arrays(size):
+    x, y, z = np.random.default_rng(0).standard_normal((3, size)).astype(np.float32)
+    exact = [np.vdot(a.astype(float), b) for a, b in ((x, y), (y, y))]
+    np.testing.assert_allclose(inner_products([(x, y), (y, y)]), exact, rtol=1e-5, atol=1e-2)
+    combine(z, 0.5, x, -3.0, y)
+    np.testing.assert_allclose(z, 0.5 * x - 3 * y, rtol=1e-6, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])

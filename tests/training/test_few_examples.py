@@ -72,3 +72,20 @@ def test_small_matrices_and_enough_examples_have_the_whole_length(examples, widt
         length = LENGTH * np.sqrt(update.shape[1])
         share = np.linalg.norm(update) / length
         assert share == pytest.approx(1, rel=1e-6) or (share < step.share == pytest.approx(1)), name
+
+
+def test_a_state_that_is_restored_in_place_has_its_own_directions(tmp_path):
+    rng = np.random.default_rng(0)
+    weights = {"inner": rng.standard_normal((40, 600)), "outer": rng.standard_normal((600, 40))}
+    batches = [({"x": rng.standard_normal((4, 40))}, rng.integers(0, 40, 4)) for _ in range(4)]
+    engine = ke.Engine.from_onnx(parsed(ROWS, weights), loss="categorical", backend="numpy")
+    optimizer, found = ke.KfacOptimizer(engine), []
+    optimizer.step(*batches[0])
+    optimizer.save(tmp_path / "state")
+    for _ in range(2):  # the second and the fourth step take the directions of the step before
+        found.append([optimizer.step(*batch).loss for batch in batches[1:]])
+        found[-1].append({name: value.copy() for name, value in engine.parameters.items()})
+        optimizer.load(tmp_path / "state")
+    assert found[0][:-1] == found[1][:-1]
+    for name in weights:
+        np.testing.assert_array_equal(found[0][-1][name], found[1][-1][name])
