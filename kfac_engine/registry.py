@@ -1,6 +1,6 @@
 """Defines tables of named rows, such as derivative rules, approximations and losses."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Generic, TypeVar
 
 from kfac_engine.errors import UnknownNameError, suggestion
@@ -34,6 +34,16 @@ class Registry(Mapping[str, Row], Generic[Row]):
 
     def __contains__(self, name: object) -> bool:
         return isinstance(name, str) and name in self._rows
+
+    def register(self, *names: str) -> Callable[[Row], Row]:
+        """Return a decorator that adds a row under new names."""
+
+        def enter(row: Row) -> Row:
+            for name in names:
+                self.add(name, row)
+            return row
+
+        return enter
 
     def add(self, name: str, row: Row) -> None:
         """Add a row under a new name."""

@@ -6,6 +6,7 @@ The page docs/building_blocks.md has the arguments that several of them share.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import ClassVar, Unpack
 
 import numpy as np
 import numpy.typing as npt
@@ -13,7 +14,7 @@ import numpy.typing as npt
 from kfac_engine._types import Array, Params
 from kfac_engine.backend.protocol import Backend
 from kfac_engine.compat.convolution_factors import check_extraction
-from kfac_engine.compat.factors import InTowers, of_towers
+from kfac_engine.compat.factors import FactorOptions, InTowers, of_towers
 from kfac_engine.curvature.blocks.base import GradsList, Names, uses
 from kfac_engine.curvature.blocks.embedding import EmbeddingKroneckerFB
 from kfac_engine.curvature.blocks.grouped import GroupedKroneckerFB, single_filter, square_of
@@ -65,48 +66,39 @@ class SummedAxes(BroadcastShape):
         return self.axes
 
 
-class ScaleAndShiftFullFactor(InTowers, DenseSquareMatrixFactor):
+class _OfScaleAndShift(InTowers):
+    """A factor of the per-example gradients of a scale and a shift."""
+
+    _formula: ClassVar[type[ScaleShiftMoment | ScaleShiftSquare]]
+
+    def __init__(
+        self,
+        inputs: Sequence[str],
+        outputs_grads: Sequence[Sequence[str]],
+        broadcast_dims_scale: Sequence[int],
+        broadcast_dims_shift: Sequence[int] | None = None,
+        has_shift: bool = True,
+        **options: Unpack[FactorOptions],
+    ) -> None:
+        sums = summed_axes(broadcast_dims_scale, broadcast_dims_shift, has_shift)
+        formula = partial(self._formula, scale=sums[0], shift=sums[1])
+        super().__init__(of_towers(formula, outputs_grads, inputs), **options)
+
+
+class ScaleAndShiftFullFactor(_OfScaleAndShift, DenseSquareMatrixFactor):
     """The second moment of the per-example gradients of a scale and a shift.
 
     Args:
         inputs: Name of the data before scaling, for each tower.
     """
 
-    def __init__(
-        self,
-        inputs: Sequence[str],
-        outputs_grads: Sequence[Sequence[str]],
-        broadcast_dims_scale: Sequence[int],
-        broadcast_dims_shift: Sequence[int] | None = None,
-        has_shift: bool = True,
-        *,
-        backend: Backend | None = None,
-        config: CollectionConfig | None = None,
-    ) -> None:
-        sums = summed_axes(broadcast_dims_scale, broadcast_dims_shift, has_shift)
-        moment = partial(ScaleShiftMoment, scale=sums[0], shift=sums[1])
-        statistics = of_towers(moment, outputs_grads, inputs)
-        super().__init__(statistics, backend=backend, config=config)
+    _formula = ScaleShiftMoment
 
 
-class ScaleAndShiftDiagonalFactor(InTowers, DiagonalFactor):
+class ScaleAndShiftDiagonalFactor(_OfScaleAndShift, DiagonalFactor):
     """The mean squares of the per-example gradients of a scale and a shift."""
 
-    def __init__(
-        self,
-        inputs: Sequence[str],
-        outputs_grads: Sequence[Sequence[str]],
-        broadcast_dims_scale: Sequence[int],
-        broadcast_dims_shift: Sequence[int] | None = None,
-        has_shift: bool = True,
-        *,
-        backend: Backend | None = None,
-        config: CollectionConfig | None = None,
-    ) -> None:
-        sums = summed_axes(broadcast_dims_scale, broadcast_dims_shift, has_shift)
-        squares = partial(ScaleShiftSquare, scale=sums[0], shift=sums[1])
-        statistics = of_towers(squares, outputs_grads, inputs)
-        super().__init__(statistics, backend=backend, config=config)
+    _formula = ScaleShiftSquare
 
 
 class ScaleAndShiftFullFB(ScaleShiftFB):

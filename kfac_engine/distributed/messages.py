@@ -145,11 +145,7 @@ class OwnedArrays:
         if not self._forms:
             return []
         counts = self._counts()
-        buffer = self._backend.xp.empty(sum(counts), self._dtype)
-        start = 0
-        for array, form in zip(arrays, self._forms, strict=True):
-            pack(array.astype(self._dtype, copy=False), form, buffer[start : start + form.size])
-            start += form.size
+        buffer = self._packed(arrays, self._forms, sum(counts))
         received = self._communicator.reduce_scatter(buffer, counts)
         sums: list[Array | None] = []
         start = 0
@@ -169,17 +165,10 @@ class OwnedArrays:
         """
         if not self._forms:
             return []
-        counts = self._counts()
-        buffer = self._backend.xp.empty(sum(counts), self._dtype)
-        start = sum(counts[: self._communicator.rank])
-        forms = (
-            form
-            for form, owner in zip(self._forms, self._owners, strict=True)
-            if owner == self._communicator.rank
-        )
-        for array, form in zip(arrays, forms, strict=True):
-            pack(array.astype(self._dtype, copy=False), form, buffer[start : start + form.size])
-            start += form.size
+        counts, rank = self._counts(), self._communicator.rank
+        pairs = zip(self._forms, self._owners, strict=True)
+        forms = [form for form, owner in pairs if owner == rank]
+        buffer = self._packed(arrays, forms, sum(counts), start=sum(counts[:rank]))
         self._communicator.allgather(buffer, counts)
         received: list[Array] = []
         start = 0
@@ -189,6 +178,16 @@ class OwnedArrays:
             if form.triangle == "symmetric":
                 self._backend.mirror(received[-1])
         return received
+
+    def _packed(
+        self, arrays: Sequence[Array], forms: Sequence[Form], size: int, start: int = 0
+    ) -> Array:
+        """Return a buffer of ``size`` entries that has arrays from ``start`` on."""
+        buffer: Array = self._backend.xp.empty(size, self._dtype)
+        for array, form in zip(arrays, forms, strict=True):
+            pack(array.astype(self._dtype, copy=False), form, buffer[start : start + form.size])
+            start += form.size
+        return buffer
 
     def _counts(self) -> list[int]:
         """Return the number of entries of each rank's part."""

@@ -4,11 +4,12 @@ Every rank computes the same assignment from the names and loads of the same wor
 need no message.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heapreplace
 from itertools import groupby
 from math import ceil, isfinite
+from typing import TypeVar
 
 from kfac_engine.arguments import check_int
 from kfac_engine.errors import InputError
@@ -84,14 +85,17 @@ def loads(works: Mapping[str, Load], assigned: Mapping[str, int], size: int) -> 
     return sums
 
 
-def together(members: Mapping[str, Iterable[str]]) -> list[list[str]]:
+_Key = TypeVar("_Key", bound=Hashable)
+
+
+def together(members: Mapping[_Key, Iterable[str]]) -> list[list[_Key]]:
     """Return the groups of works that need one owner, because they share members.
 
-    ``members`` has the members of each work, such as the factors of a block. Groups are in the
-    order of the works.
+    ``members`` has the members of each work, such as the factors of a block. Groups, and the works
+    of each, are in the order of the works.
     """
     groups = {key: [key] for key in members}
-    users: dict[str, str] = {}  # member to the first work that has it
+    users: dict[str, _Key] = {}  # member to the first work that has it
     for key, names in members.items():
         for name in names:
             first, second = groups[users.setdefault(name, key)], groups[key]

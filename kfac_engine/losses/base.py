@@ -13,7 +13,7 @@ from copy import copy
 from dataclasses import dataclass
 from math import isfinite, prod
 from numbers import Real
-from typing import Any, ClassVar, Self, TypeAlias
+from typing import Any, ClassVar, NoReturn, Self, TypeAlias
 
 import numpy as np
 
@@ -777,6 +777,31 @@ class RegisteredLoss:
                 f"loss '{self.name}' has the coefficient {self.coefficient}; a coefficient must be "
                 f"finite and not negative."
             )
+
+
+# -- no products with the Fisher matrix ------------------------------------------------------------
+
+
+class LossWithoutProducts(LossFunction):
+    """A loss whose Fisher matrix has no closed form, or that has no distribution."""
+
+    has_products: ClassVar[bool] = False
+
+    def fisher(self, values: Values, v: Mapping[str, Array]) -> dict[str, Array]:
+        self._refuse()
+
+    def fisher_factor(self, values: Values, u: Array) -> dict[str, Array]:
+        self._refuse()
+
+    def fisher_factor_transpose(self, values: Values, v: Mapping[str, Array]) -> Array:
+        self._refuse()
+
+    def one_hot(self, values: Values, index: tuple[int, ...]) -> dict[str, Array]:
+        self._refuse()
+
+    @abstractmethod
+    def _refuse(self) -> NoReturn:
+        """Raise an UnsupportedError that says why there are no products, and what to do."""
 
 
 # -- independent entries, a diagonal Fisher matrix -------------------------------------------------

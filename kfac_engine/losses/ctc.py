@@ -22,7 +22,7 @@ from kfac_engine.arguments import check_int
 from kfac_engine.backend.namespace import array_module, as_array, is_recorded, recordable
 from kfac_engine.backend.select import owner
 from kfac_engine.errors import InputError, ShapeError, UnsupportedError
-from kfac_engine.losses.base import LossFunction, weights_of
+from kfac_engine.losses.base import LossFunction, LossWithoutProducts, weights_of
 from kfac_engine.losses.categorical import Softmax
 from kfac_engine.losses.checks import Named, first_index, require_shape
 from kfac_engine.losses.observed import Observed, times, total_weight
@@ -33,7 +33,7 @@ _ZERO = -1e30
 PADDING = -1
 
 
-class CTCNegativeLogProbLoss(LossFunction):
+class CTCNegativeLogProbLoss(LossWithoutProducts):
     """Connectionist temporal classification; an example is one prediction, a sequence of labels.
 
     The loss of an example is −log of the probability of its sequence, summed over its frames. The
@@ -57,7 +57,6 @@ class CTCNegativeLogProbLoss(LossFunction):
     min_rank: ClassVar[int] = 3
     links: ClassVar[frozenset[str]] = frozenset({"Softmax", "LogSoftmax"})
     ggn_equals_fisher: ClassVar[bool] = False
-    has_products: ClassVar[bool] = False
     ordered: ClassVar[bool] = True
     sequences: ClassVar[bool] = True
 
@@ -328,20 +327,6 @@ class CTCNegativeLogProbLoss(LossFunction):
         shape, numbers = (-1, 1) if examples < time else (1, -1), present.sum(axis=1)
         distances = edit_distances(decoded, targets, numbers)
         return distances.reshape(shape), numbers.reshape(shape)
-
-    # -- the Fisher matrix, which has no closed form -----------------------------------------------
-
-    def fisher(self, values: Values, v: Mapping[str, Array]) -> dict[str, Array]:
-        self._refuse()
-
-    def fisher_factor(self, values: Values, u: Array) -> dict[str, Array]:
-        self._refuse()
-
-    def fisher_factor_transpose(self, values: Values, v: Mapping[str, Array]) -> Array:
-        self._refuse()
-
-    def one_hot(self, values: Values, index: tuple[int, ...]) -> dict[str, Array]:
-        self._refuse()
 
     def hessian(self, values: Values, v: Mapping[str, Array]) -> dict[str, Array]:
         self._refuse()

@@ -13,12 +13,12 @@ import numpy as np
 from kfac_engine._types import Array, Values
 from kfac_engine.backend.namespace import array_module
 from kfac_engine.errors import InputError, UnsupportedError
-from kfac_engine.losses.base import LossFunction
+from kfac_engine.losses.base import LossWithoutProducts
 from kfac_engine.losses.checks import Named, read_input, require_predictions
 from kfac_engine.losses.observed import Observed
 
 
-class OutputLoss(LossFunction):
+class OutputLoss(LossWithoutProducts):
     """The sum of the entries of an output; it has no targets and no distribution.
 
     The mode ``empirical`` estimates its curvature from the gradients of single examples. All other
@@ -27,7 +27,6 @@ class OutputLoss(LossFunction):
 
     min_rank: ClassVar[int] = 0
     ggn_equals_fisher: ClassVar[bool] = False
-    has_products: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -83,18 +82,6 @@ class OutputLoss(LossFunction):
         return {name: array_module(array).zeros_like(array) for name, array in v.items()}
 
     def sample(self, values: Values, rng: np.random.Generator) -> Array:
-        self._refuse()
-
-    def fisher(self, values: Values, v: Mapping[str, Array]) -> dict[str, Array]:
-        self._refuse()
-
-    def fisher_factor(self, values: Values, u: Array) -> dict[str, Array]:
-        self._refuse()
-
-    def fisher_factor_transpose(self, values: Values, v: Mapping[str, Array]) -> Array:
-        self._refuse()
-
-    def one_hot(self, values: Values, index: tuple[int, ...]) -> dict[str, Array]:
         self._refuse()
 
     def _refuse(self) -> NoReturn:

@@ -269,6 +269,8 @@ _SPECIAL: Mapping[str, Callable[..., Symbol]] = {
 def called(function: Any, args: Any, options: dict[str, Any]) -> Any:
     """Record a call of a NumPy function that is not a ufunc, or raise ``UnsupportedError``."""
     name = f"{function.__module__}.{function.__name__}".removeprefix("numpy.")
+    if name in _METHODS:
+        return getattr(args[0], name)(*args[1:], **options)
     if name not in _FUNCTIONS:
         raise UnsupportedError(f"a file cannot compute numpy.{name}.")
     return _FUNCTIONS[name](*args, **options)
@@ -388,6 +390,11 @@ def _full_like(x: Symbol, value: float, dtype: Any = None) -> Symbol:
     return lifted(x.tape, value, dtype or x.dtype).broadcast(x.shape)
 
 
+# Functions that are methods of their first argument.
+_METHODS = frozenset({
+    "argmax", "clip", "copy", "max", "mean", "ravel", "reshape", "squeeze", "sum", "swapaxes",
+    "transpose",
+})  # fmt: skip
 _FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     "linalg.norm": _norm,
     "where": _where,
@@ -407,20 +414,9 @@ _FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     "ones_like": lambda x: _full_like(x, 1),
     "full_like": _full_like,
     "vdot": lambda x, y: (x * y).sum(),
-    "sum": lambda x, **options: x.sum(**options),
-    "mean": lambda x, **options: x.mean(**options),
-    "max": lambda x, **options: x.max(**options),
-    "argmax": lambda x, axis: x.argmax(axis),
-    "clip": lambda x, low, high: x.clip(low, high),
-    "swapaxes": lambda x, first, second: x.swapaxes(first, second),
-    "transpose": lambda x, axes=(): x.transpose(*axes),
-    "reshape": lambda x, shape: x.reshape(shape),
-    "ravel": lambda x: x.ravel(),
-    "squeeze": lambda x, axis: x.squeeze(axis),
     "ndim": lambda x: x.ndim,
     "shape": lambda x: x.shape,
     "size": lambda x: x.size,
-    "copy": lambda x: x.copy(),
     "broadcast_to": lambda x, shape: x.broadcast(tuple(shape)),
     "result_type": lambda *values: _common([x for x in values if isinstance(x, Recorded)]),
 }

@@ -216,8 +216,8 @@ class _Probe:
         different = len({name for axes in apart for name in axes}) == sum(map(len, apart)) > 1
         if len(outputs) < 2 or not different:
             return None
-        sets = [self.batch_along(axes, outputs, {}) for axes in apart]
-        placed = [each for each in sets if each and not each.fixed and _placed(each, outputs)]
+        sets = [self.placed_along(axes, outputs, {}) for axes in apart]
+        placed = [each for each in sets if each and not each.fixed]
         counts = [sum(name in each.places for each in placed) for name in outputs]
         if len(placed) < 2 or set(counts) != {1}:
             return None
@@ -235,8 +235,7 @@ class _Probe:
         if merged is None or self._size(merged.axes) == 1:
             return candidates
         parts = (c for c in candidates if c.is_open and c.axes.items() < merged.axes.items())
-        batches = (self.batch_along(c.axes, outputs, c.squares) for c in parts)
-        if not any(batch is not None and _placed(batch, outputs) for batch in batches):
+        if not any(self.placed_along(c.axes, outputs, c.squares) for c in parts):
             return candidates
         return [c for c in candidates if c.axes != merged.axes]
 
@@ -254,23 +253,20 @@ class _Probe:
         """Return the batch along axes that the user names."""
         self._named = True
         inputs = self._graph.inputs
-        batch = self.batch_along(axes, outputs, same_symbol(inputs, axes))
-        if batch is not None and _placed(batch, outputs):
+        if batch := self.placed_along(axes, outputs, same_symbol(inputs, axes)):
             return batch
         # Axes of other inputs may have the same symbol.
         shapes = {entry.name: entry.shape or () for entry in inputs}
         shared = {name: shape.index(BATCH) for name, shape in shapes.items() if BATCH in shape}
         every = {**shared, **axes}
-        batch = self.batch_along(every, outputs, same_symbol(inputs, every))
-        if batch is not None and _placed(batch, outputs):
+        if batch := self.placed_along(every, outputs, same_symbol(inputs, every)):
             return batch
         return self.batch_of_squares(axes, outputs) or self.batch_from_lengths(axes)
 
     def batch_of_squares(self, axes: Axes, outputs: Sequence[str]) -> Batch | None:
         """Return the batch along all open axes of the inputs that are as long; None for none."""
         squares = same_length(self._graph.inputs, self._facts, axes)
-        batch = self.batch_along(axes, outputs, squares) if squares else None
-        return batch if batch is not None and _placed(batch, outputs) else None
+        return self.placed_along(axes, outputs, squares) if squares else None
 
     def batch_along(self, axes: Axes, outputs: Sequence[str], squares: Squares) -> Batch | None:
         """Return the batch along axes of the inputs; None if no second size runs."""
@@ -296,6 +292,11 @@ class _Probe:
             if _placed(batch, outputs):
                 return batch
         return batch
+
+    def placed_along(self, axes: Axes, outputs: Sequence[str], squares: Squares) -> Batch | None:
+        """Return the batch along axes of the inputs if it has an output; None otherwise."""
+        batch = self.batch_along(axes, outputs, squares)
+        return batch if batch and _placed(batch, outputs) else None
 
     def batch_of_values(self, outputs: Sequence[str]) -> Batch | None:
         """Return the batch along first axes of outputs that follow from the values of an input.

@@ -129,15 +129,7 @@ class CurvatureSteps:
 
     def repeats(self, block: FisherBlock) -> float:
         """Return how many rows an example has in the factors of a block."""
-        facts, gradients = self._assembly.model.facts, self._sources.gradients
-
-        def of(factor: FisherFactor) -> float:
-            names = (*factor.statistic.names(), *factor.statistic.lengths())
-            read = {name: facts[gradients.get(name, name)] for name in names}
-            empty = {n: np.broadcast_to(np.zeros((), f.dtype), f.shape) for n, f in read.items()}
-            return factor.statistic.repeats(empty)
-
-        return max(map(of, block.factors))
+        return max(f.statistic.repeats(self._samples(f)) for f in block.factors)
 
     @property
     def constants(self) -> Mapping[str, Array]:

@@ -14,12 +14,11 @@ from math import exp, isfinite, log, sqrt
 
 import numpy as np
 from scipy.optimize import minimize
-from scipy.sparse import coo_array
-from scipy.sparse.csgraph import connected_components
 
-from kfac_engine.analysis.fisher_matrix.blocks import Block, Float, Part
+from kfac_engine.analysis.fisher_matrix.blocks import Float
 from kfac_engine.analysis.fisher_matrix.curvature import Curvature
 from kfac_engine.analysis.laplace.likelihood import Likelihood
+from kfac_engine.distributed.owners import together
 from kfac_engine.errors import InputError
 
 Prior = float | Mapping[str, float]
@@ -71,18 +70,15 @@ class MarginalLikelihood:
         A prior that is a number has one group, a mapping has a group for each block.
         """
         parts = [(block, part) for block in curvature.blocks for part in block.parts]
+        # Parts that share a parameter have one precision.
+        numbers = [[*range(len(parts))]]
         if isinstance(prior, Mapping):
-            numbers = _connected([part.parameters for _, part in parts])
-        else:
-            numbers = [0] * len(parts)
+            numbers = together({i: part.parameters for i, (_, part) in enumerate(parts)})
         squares = {
             n: float(np.sum(np.square(a, dtype=float))) for n, a in curvature.parameters.items()
         }
-        members: dict[int, list[tuple[Block, Part]]] = {}
-        for place, part in zip(numbers, parts, strict=True):
-            members.setdefault(place, []).append(part)
         groups = []
-        for group in members.values():
+        for group in ([parts[i] for i in members] for members in numbers):
             names = tuple(dict.fromkeys(name for _, part in group for name in part.parameters))
             rows = [block.spectrum.eigenvalues[:, part.rows].ravel() for block, part in group]
             groups.append(
@@ -178,14 +174,3 @@ def _sum_of_log1p(values: Float) -> float:
 def precision_of(group: ParameterGroup, prior: Prior) -> float:
     """Return the prior precision of a group."""
     return prior[group.parameters[0]] if isinstance(prior, Mapping) else prior
-
-
-def _connected(sets: list[tuple[str, ...]]) -> list[int]:
-    """Return a number for each set of names; sets that share a name have the same number."""
-    names = {name: i for i, name in enumerate(dict.fromkeys(n for s in sets for n in s))}
-    pairs = [(i, len(sets) + names[name]) for i, members in enumerate(sets) for name in members]
-    rows, columns = zip(*pairs, strict=True)
-    size = len(sets) + len(names)
-    edges = coo_array((np.ones(len(pairs)), (rows, columns)), shape=(size, size))
-    labels: list[int] = connected_components(edges, directed=False)[1][: len(sets)].tolist()
-    return labels

@@ -40,17 +40,8 @@ _FAMILIES = ("dropout", "loops", "microsoft", "recurrent", "sampling", "sequence
 
 Lowering: TypeAlias = Callable[[LoweringBuilder, Node], None]
 LOWERINGS: Registry[Lowering] = Registry("lowering")
-
-
-def lowering(*ops: str) -> Callable[[Lowering], Lowering]:
-    """Return a decorator that registers a lowering of ``ops``, such as ``"domain::Op"``."""
-
-    def enter(function: Lowering) -> Lowering:
-        for op in ops:
-            LOWERINGS.add(op, function)
-        return function
-
-    return enter
+# Decorates the lowering of some operators, such as ``"Op"`` and ``"domain::Op"``.
+lowering = LOWERINGS.register
 
 
 def find_lowering(node: Node, graph: Graph) -> Lowering | None:

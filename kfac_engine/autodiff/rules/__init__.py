@@ -64,15 +64,8 @@ QUANTIZERS: frozenset[str] = frozenset(
 )  # fmt: skip
 
 
-def vjp_rule(*ops: str) -> Callable[[Rule], Rule]:
-    """Return a decorator that registers the rule of ``ops``, such as ``"domain::Op"``."""
-
-    def enter(rule: Rule) -> Rule:
-        for op in ops:
-            RULES.add(op, rule)
-        return rule
-
-    return enter
+# Decorates the rule of some operators, such as ``"Op"`` and ``"domain::Op"``.
+vjp_rule = RULES.register
 
 
 def add_slopes(slopes: Mapping[str, tuple[str, Slope]]) -> None:
