@@ -54,7 +54,8 @@ class LossFunction(ABC):
     """A distribution of targets given outputs of a model, with its score and Fisher matrix.
 
     ``F`` is the Fisher matrix of an example with respect to the inputs. ``B`` is a factor with
-    ``B Bᵀ = F``. It multiplies vectors of the *inner shape*.
+    ``B Bᵀ = F``. It multiplies vectors of the *inner shape*. Methods take the inputs by name,
+    ``values``, and ``targets`` that were checked.
 
     Args:
         inputs: Names of the model outputs that parametrise the distribution.
@@ -116,13 +117,10 @@ class LossFunction(ABC):
         return f"{type(self).__name__}({', '.join(names + targets)})"
 
     def times(self, weight: float) -> Self:
-        """Return a copy of the loss whose value an engine multiplies by a factor.
-
-        Args:
-            weight: The factor ≥ 0.
+        """Return a copy of the loss whose value an engine multiplies by a factor ≥ 0.
 
         Raises:
-            InputError: The factor is no such number.
+            InputError: The factor is another number.
         """
         loss = copy(self)
         loss.weight = checked_weight(weight)
@@ -132,29 +130,22 @@ class LossFunction(ABC):
 
     @abstractmethod
     def negative_log_probs(self, values: Values, targets: Array) -> Array:
-        """Return the terms −log p of the loss in nats.
+        """Return the terms −log p of the loss in nats, an array that broadcasts to an input.
 
-        Args:
-            values: The inputs by name.
-            targets: Checked targets.
-
-        Returns:
-            An array that broadcasts to an input; a sum over the axis of the classes has length 1.
+        A sum over the axis of the classes has the length 1 there.
         """
 
     @abstractmethod
     def gradient_of(self, values: Values, targets: Array) -> dict[str, Array]:
-        """Return the gradient of the loss with respect to each input; targets are not checked."""
+        """Return the gradient of the loss with respect to each input."""
 
     @abstractmethod
     def sample(self, values: Values, rng: np.random.Generator) -> Array:
         """Draw targets from the distribution, independently for each example and position.
 
-        Args:
-            values: The inputs by name.
-            rng: Over several processes it has the methods ``random``, ``integers`` and
-                ``standard_normal`` only, for arrays with the axes of an input; the class axis may
-                be missing. Each process receives the numbers of its examples.
+        Over several processes, ``rng`` has the methods ``random``, ``integers`` and
+        ``standard_normal`` only, for arrays with the axes of an input; the class axis may be
+        missing. Each process receives the numbers of its examples.
         """
 
     @abstractmethod
@@ -170,11 +161,7 @@ class LossFunction(ABC):
         """Return ``Bᵀ v`` for every example, in the inner shape."""
 
     def solve_fisher_factor(self, values: Values, gradient: Mapping[str, Array]) -> Array:
-        """Return ``u``, in the inner shape, with ``B u`` equal to a gradient of the loss.
-
-        Args:
-            values: The inputs by name.
-            gradient: Result of ``gradient_of``.
+        """Return ``u``, in the inner shape, with ``B u`` equal to the result of ``gradient_of``.
 
         Raises:
             UnsupportedError: The loss does not implement this method.
@@ -186,11 +173,9 @@ class LossFunction(ABC):
 
     @abstractmethod
     def one_hot(self, values: Values, index: tuple[int, ...]) -> dict[str, Array]:
-        """Return column ``index`` of ``B`` for every example, in the shape of each input.
+        """Return a column of ``B`` for every example, in the shape of each input.
 
-        Args:
-            values: The inputs by name.
-            index: Coordinate in the inner shape without the batch axis.
+        ``index`` is its coordinate in the inner shape without the batch axis.
         """
 
     @abstractmethod
@@ -209,13 +194,6 @@ class LossFunction(ABC):
     def hits(self, values: Values, targets: Array) -> Array:
         """Return whether the most probable target of each prediction equals its target.
 
-        Args:
-            values: The inputs by name.
-            targets: Checked targets.
-
-        Returns:
-            Booleans, one for each prediction.
-
         Raises:
             UnsupportedError: The targets are not discrete.
         """
@@ -227,14 +205,8 @@ class LossFunction(ABC):
     def ranks(self, values: Values, targets: Array) -> Array:
         """Return the number of classes that are more probable than the target.
 
-        Of classes with equal probabilities, the first one counts as the most probable.
-
-        Args:
-            values: The inputs by name.
-            targets: Checked targets.
-
-        Returns:
-            Integers, one for each prediction; 0 where ``hits`` is True.
+        Of classes with equal probabilities, the first one counts as the most probable. The number
+        is 0 where ``hits`` is True.
 
         Raises:
             UnsupportedError: The targets are not classes.
@@ -247,13 +219,8 @@ class LossFunction(ABC):
     def label_errors(self, values: Values, targets: Array) -> tuple[Array, Array]:
         """Return the edit distance of each predicted sequence to its target, and their lengths.
 
-        Args:
-            values: The inputs by name.
-            targets: Checked targets.
-
-        Returns:
-            For each prediction, the least number of insertions, deletions and substitutions of
-            labels between the two, and the number of labels of the target.
+        The distance is the least number of insertions, deletions and substitutions of labels
+        between the two; the length is the number of labels of the target.
 
         Raises:
             UnsupportedError: The targets are not sequences.
@@ -264,14 +231,7 @@ class LossFunction(ABC):
         )
 
     def errors(self, values: Values, targets: Array) -> Array:
-        """Return the predicted means minus the targets.
-
-        Args:
-            values: The inputs by name.
-            targets: Checked targets.
-
-        Returns:
-            The differences, in the shape of the targets.
+        """Return the predicted means minus the targets, in the shape of the targets.
 
         Raises:
             UnsupportedError: The distribution does not predict means.
@@ -285,11 +245,8 @@ class LossFunction(ABC):
         """Return the expected squared norm of the gradients if predictions are least certain.
 
         It is the trace of the Fisher matrix of all predictions: its largest value if it has a
-        bound, otherwise its value at the present predictions.
-
-        Args:
-            values: The inputs by name.
-            weights: Weights of the predictions, which broadcast to an input; None for ones.
+        bound, otherwise its value at the present predictions. ``weights`` of the predictions
+        broadcast to an input; None stands for ones.
         """
         inner = self.inner_shape(values)[1:]
         columns = (c for i in np.ndindex(*inner) for c in self.one_hot(values, i).values())
@@ -331,9 +288,7 @@ class LossFunction(ABC):
     def value(self, values: Values, observed: Observed | None = None) -> float:
         """Return the weighted sum of −log p of the targets in nats.
 
-        Args:
-            values: The values of a batch.
-            observed: Result of ``observe``, which checks them, if it is known.
+        ``observed`` is the result of ``observe`` for the values of a batch, if it is known.
         """
         observed = self.observe(values) if observed is None else observed
         terms = self.negative_log_probs(values, _given(observed))
@@ -351,12 +306,7 @@ class LossFunction(ABC):
     def value_and_gradient(
         self, values: Values, observed: Observed | None = None
     ) -> tuple[Any, dict[str, Array]]:
-        """Return ``value`` and ``gradient``; on a device, the value is an array without axes.
-
-        Args:
-            values: The values of a batch.
-            observed: Result of ``observe``, if it is known.
-        """
+        """Return ``value`` and ``gradient``; on a device, the value is an array without axes."""
         observed = self.observe(values) if observed is None else observed
         terms, gradient = self.terms_and_gradient(values, _given(observed))
         total = times(terms, observed.weights).sum(dtype=np.float64)
@@ -441,13 +391,8 @@ class LossFunction(ABC):
     def weigh(self, values: Values, labels: Array | None, counts: Array | None) -> Observed:
         """Return the targets, and a weight for each term of the loss.
 
-        Args:
-            values: The inputs by name.
-            labels: Checked targets; None without targets.
-            counts: Weights of the predictions.
-
-        Returns:
-            The targets and weights; a loss with weights of classes multiplies the weights by them.
+        ``labels`` are checked targets, or None, and ``counts`` the weights of the predictions,
+        which a loss with weights of classes multiplies by them.
         """
         shape = values[self.inputs[0]].shape
         return Observed(
@@ -498,13 +443,8 @@ class LossFunction(ABC):
     ) -> tuple[Array, Array | None]:
         """Return targets with zeros where they do not count, and their weights.
 
-        Args:
-            values: The inputs by name.
-            targets: Targets; those that do not count may be anything.
-            counts: Weights of the predictions; None for ones.
-
-        Returns:
-            The targets, and weights that are zero where targets equal ``ignore_index``.
+        Targets that do not count may be anything. The weights of predictions, ``counts`` or ones,
+        become zero where targets equal ``ignore_index``.
         """
         shape, axis = values[self.inputs[0]].shape, self._axis(values)
         rows, hidden = targets.ndim < len(shape), self._hidden(values, targets)
@@ -587,14 +527,7 @@ class LossFunction(ABC):
         return self.observe(arrays, targets=False).weights
 
     def require_target_name(self) -> str:
-        """Return the name of the targets.
-
-        Returns:
-            The attribute ``targets``, if it is not None.
-
-        Raises:
-            InputError: The loss has no targets.
-        """
+        """Return the name of the targets; raise an InputError if the loss has none."""
         if self.targets is None:
             raise InputError(
                 f"the loss on '{self.inputs[0]}' has no targets to evaluate; name them with "

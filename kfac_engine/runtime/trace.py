@@ -93,14 +93,7 @@ class Trace(Mapping[str, Array]):
         return sum(1 for _ in self)
 
     def with_inputs(self, inputs: Mapping[str, Array]) -> "Trace":
-        """Return a new evaluation of the model, with some inputs replaced.
-
-        Args:
-            inputs: Arrays by input name, in the memory space of the model.
-
-        Returns:
-            The new evaluation; inputs without a new array do not change.
-        """
+        """Return a new evaluation of the model, with arrays of its memory space for some inputs."""
         return Trace(self._model, {**self._feeds, **inputs}, {}, self._suspects)
 
     def explain(self) -> AbstractContextManager[None]:
@@ -108,17 +101,7 @@ class Trace(Mapping[str, Array]):
         return naming(self._suspects)
 
     def require_finite(self, names: Sequence[str]) -> "Trace":
-        """Refuse values that inputs with NaN or infinity have made infinite or NaN.
-
-        Args:
-            names: Names of values.
-
-        Returns:
-            The trace itself.
-
-        Raises:
-            NonFiniteError: A value contains NaN or infinity, and an input does.
-        """
+        """Return the trace; raise a NonFiniteError if a value and an input have NaN or infinity."""
         bad = [name for name in names if not finite(self[name])] if self._suspects else []
         if bad:
             with self.explain():
@@ -152,22 +135,10 @@ class Trace(Mapping[str, Array]):
         return self.vjp_pair(cotangents, (), wrt, independent=independent)[1]
 
     def writable_vjp(self, cotangents: Mapping[str, Array], wrt: Sequence[str]) -> dict[str, Array]:
-        """Return the gradients of ``vjp`` in writable arrays.
+        """Return the gradients of ``vjp`` in writable arrays that do not share memory.
 
         ``vjp`` returns read-only memory of ONNX Runtime. This method allocates arrays, to which
-        ONNX Runtime writes without a copy.
-
-        Args:
-            cotangents: Arrays by value name, in the shape of the value.
-            wrt: Names of values.
-
-        Returns:
-            Gradients by name; the arrays do not share memory.
-
-        Raises:
-            UnknownNameError: A name is not a value of the graph.
-            UnsupportedOpError: An operator between them has no derivative rule.
-            ShapeError: A cotangent has another shape than its value.
+        ONNX Runtime writes without a copy. Arguments and errors are those of ``vjp``.
         """
         return self.vjp_pair(cotangents, wrt, ())[0]
 
@@ -179,23 +150,7 @@ class Trace(Mapping[str, Array]):
         *,
         independent: bool = False,
     ) -> tuple[dict[str, Array], dict[str, Array]]:
-        """Return ``writable_vjp`` and ``vjp`` of two sets of values, from one backward pass.
-
-        Args:
-            cotangents: Arrays by value name, in the shape of the value.
-            writable: Names of values whose gradients must be writable.
-            others: Names of values whose gradients may be read-only.
-            independent: As for ``vjp``.
-
-        Returns:
-            Gradients by name, for ``writable``, and for ``others``. The arrays for ``writable`` do
-            not share memory.
-
-        Raises:
-            UnknownNameError: A name is not a value of the graph.
-            UnsupportedOpError: An operator between them has no derivative rule.
-            ShapeError: A cotangent has another shape than its value.
-        """
+        """Return ``writable_vjp`` of some values and ``vjp`` of others, from one backward pass."""
         wrt = tuple(dict.fromkeys((*writable, *others)))
         backward = self._model.backward(tuple(cotangents), wrt, independent=independent)
         gradients = backward.gradients

@@ -68,13 +68,6 @@ class Curvature:
     not to factors. A damping is a number λ ≥ 0, or a mapping with a number for each parameter.
     Arrays have the shapes of the parameters in the file.
 
-    Args:
-        layout: The model and what was measured.
-        blocks: All blocks.
-        examples: Number of examples.
-        log_likelihood: Sum of the log-likelihoods of the targets.
-        predictions: Number of values of all examples that the losses read, each with its weight.
-
     Attributes:
         model: The model with its losses: ``parameters``, ``predict``, ``trace``.
         layout: The model with its layers and blocks.
