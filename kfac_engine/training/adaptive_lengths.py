@@ -57,6 +57,7 @@ from kfac_engine.training.vectors import (
     joined,
     parts,
     views_of,
+    where,
 )
 from kfac_engine.training.weight_roles import (
     BY_ADAM,
@@ -164,75 +165,43 @@ class Descent(NamedTuple):
 class AdaptiveLengthUpdate(Update):
     """Orthogonalized natural gradients of the averaged gradient, each scaled to its own length.
 
-    The averages for matrices span more steps where the gradients of several steps cancel: see
-    ``AverageSpan``. In the other averages, and without a span, μ is ``momentum``.
+    docs/default_rule.md has the reasons. For a matrix, the average is Nesterov's momentum, one step
+    ahead: ``μ v' + (1 − μ) g = μ² v + (1 − μ²) g`` with ``v' = μ v + (1 − μ) g``, which Adam reads.
+    ``AverageSpan`` chooses the μ of matrices; in other averages, and without a span, it is
+    ``momentum``. Vectors, embeddings and parameters without a layer are updated by Adam.
 
-    For a matrix, the average is Nesterov's momentum, ``μ v' + (1 − μ) g = μ² v + (1 − μ²) g`` with
-    the averaged gradient ``v' = μ v + (1 − μ) g``, and gives the latest gradient more weight. Adam
-    reads v'.
+    The direction p of a matrix is its natural gradient, with singular values that Newton–Schulz
+    iterations bring close to one (``_iterations``). It remains the natural gradient for few rows,
+    for a side below 16 unless the matrix belongs to an adapter, and where p would be no descent
+    direction for the averaged gradient. The natural gradient is one, because biases do not enter
+    it. In a batch with fewer rows than ``widths``, if these are above 512, a matrix has a new
+    direction in every second step only, unless ``c < −1``: one half of these matrices in even
+    steps, the other half in odd ones.
 
-    The direction p of a matrix is its natural gradient with singular values close to one. Averages
-    of few rows have eigenvalues that are too small. The natural gradient is too long along their
-    eigenvectors, and equal singular values remove the excess. The number of Newton–Schulz
-    iterations is the number of rows of the batch, divided by twice the smaller side of the matrix,
-    at most five. The iterations take at most a third of the multiplications of the gradient. If the
-    smaller side is below 64, the rows are divided by 512. A matrix of few rows, or with a side
-    below 16, keeps its natural gradient. The limit of 16 does not apply to adapters. If p is not a
-    descent direction for the averaged gradient, the natural gradient replaces it. The natural
-    gradient is a descent direction, because biases do not enter it.
+    The Frobenius norm of an update, with the length L, the smaller side and N examples, is ::
 
-    If a batch has few rows, the products with the inverses of wide factors take longer than the
-    products of the gradient. If the sides of a matrix's factors have a sum above 512, and the
-    matrix has fewer rows in the batch than this sum, it has a new direction in every second step
-    only, unless c < −1. The averaged gradient spans ten steps and changes little meanwhile. After
-    the first step, one half of these matrices has new directions in even steps and the other half
-    in odd ones.
+        k L √outputs min(1, √(2 N / side) |p| / σ)
 
-    The Frobenius norm of an update is ``k L √outputs``: with ``k = 1``, each output of a layer
-    changes by the same amount whatever their number, as with Muon. In a product ``s A B`` of low
-    rank, as in an adapter, each matrix has 0.8 times the geometric mean of this length and of
-    ``k L √inputs``, divided by ``√|s|``. The product and its transpose then have equal updates, as
-    have ``s A B`` and ``(√s A) (√s B)``. At the length ``k L √outputs``, the few singular values of
-    B would be too large, and A, which has few outputs, would move too slowly. The factor 0.8 is
-    there because the model around an adapter is already trained.
-
-    The multiple ``k`` of a matrix follows from the agreement ``c = ⟨g, p⟩ / ⟨g', p⟩`` of the
-    gradient g with the last direction p, where g' is the gradient of the step that computed p::
+    where σ is the largest singular value of p; the minimum is for the matrices ``equal``. The
+    multiple k follows from the agreement ``c = ⟨g, p⟩ / ⟨g', p⟩`` of the gradient g with the last
+    direction p, where g' is the gradient of the step that computed p, and from the step's scale s::
 
         log k ← 0.9 log k + 0.4 s min(max(c, −1), 1)        0.1 ≤ k ≤ 20
 
-    with the scale s of the step. While the loss falls along one direction, c is near 1 and the
-    updates become longer. In the noise of the batches c is near 0 and k returns to 1. An update
-    beyond the minimum along its direction has c < 0. g' contains the noise of its batch, as p does,
-    so that c is too small rather than too large. Vectors, embeddings and parameters without a layer
-    are updated by Adam.
+    In a product ``s A B`` of low rank, as in an adapter, ``√outputs`` is ``0.8 √(√(inputs outputs)
+    / |s|)``. All updates are multiplied by ``min(1, M |loss| / (10 F))``, where the loss falls by
+    ``F = Σ α ⟨g', p⟩`` at their start, with the step sizes α and the rows M of the batch in the
+    layer with the fewest. F contains the penalties, the loss does not.
 
-    An update with equal singular values has the value ``k L √(outputs / side)`` for each, with the
-    smaller side of the matrix. The natural gradient of few examples has few large singular values:
-    in an update of the same length, the largest would be many times as large. Each example
-    therefore moves a matrix by two of the equal values at most. A batch of N examples has updates
-    of the length ``k L √outputs min(1, √(2 N / side) |p| / σ)`` for the matrices whose singular
-    values may become equal. Two power iterations yield σ, the largest singular value of p.
+    Where the loss has risen along the last updates by ``R = −Σ α ⟨g, p⟩ > max(|loss|, 3 F)``, the
+    step takes the part ``R / (F + R)`` of them back, log k of each matrix falls by 1, and the
+    gradient counts as zero in the averages. An unusually long gradient has less weight: see
+    ``GradientWeight``.
 
-    All updates together are multiplied by ``min(1, M |loss| / (10 F))``, where the loss falls by
-    ``F = Σ α ⟨g', p⟩`` at their start, with the step sizes α. M is the number of rows of the batch
-    in the layer with the fewest, such as that of the predictions. Each adds a tenth of the loss to
-    the predicted fall at most. F contains the penalties, the loss does not. A deep network
-    could otherwise fit the few targets of a batch by one step, and lose what it predicts of others.
-
-    The updates of several matrices may each be short enough, and together far too long. Where the
-    loss rises along the last updates by more than itself, and by more than three times the fall
-    at their start, ``R > max(|loss|, 3 F)`` with ``R = −Σ α ⟨g, p⟩``, ``F = Σ α ⟨g', p⟩`` and the
-    step sizes α of the last step, the step takes the part ``R / (F + R)`` of the last updates back,
-    to the minimum of the parabola with these slopes. log k of each matrix falls by 1. The gradient,
-    which is large far from the minimum, counts as zero in the averages. An unusually long gradient
-    has less weight: see ``GradientWeight``.
-
-    Predictions of means have the unit of their targets. If the outputs of a layer are such
-    predictions, the length of its matrix is multiplied by ``u / max(1, v)``, and the rate of its
-    bias by u. Here v is the root mean square of the layer's inputs. For the spread t of the targets
-    (``Residuals``), ``u = max(t, min(10 t, 1))``. A first step may correct these layers in place of
-    an update (``Correction``).
+    If the outputs of a layer are predictions in the unit of their targets, the length of its matrix
+    is multiplied by ``u / max(1, v)`` and the rate of its bias by u, with the root mean square v of
+    the layer's inputs, the spread t of the targets (``Residuals``), and ``u = max(t, min(10 t,
+    1))``. A first step may correct these layers in place of an update (``Correction``).
 
     A matrix is the matrix of a layer, whatever its layout in the file: see ``Piece.matrices``. Each
     group of a convolution, each expert of a stack and each part of the outputs that the graph reads
@@ -815,7 +784,7 @@ class AdaptiveLengthUpdate(Update):
             logs[...] = _next_logs(log_length, slope, last[names], step.scale, turn.far)
             norms = squares[names] ** 0.5
             scaled = self._rates(names, step) * np.exp(logs) / (norms + (norms == 0))
-            block_of(new["step_size"], names)[...] = _where(turn.back, 0.0, scaled)
+            block_of(new["step_size"], names)[...] = where(turn.back, 0.0, scaled)
             block_of(new["slope"], names)[...] = slopes[names]
             for name in names:
                 if due[name] is not True:
@@ -933,11 +902,6 @@ def _numbers(products: Vector, names: tuple[str, ...], slopes: Vector) -> Array:
     return np.array([products[name] for name in names])
 
 
-def _where(condition: Any, chosen: Any, other: Any) -> Any:
-    """Return ``chosen`` where a condition, which may be recorded, holds, else ``other``."""
-    return other if condition is False else np.where(condition, chosen, other)
-
-
 def _next_logs(
     logs: Array, slopes: Array, next_slopes: Array, scale: float, goes_back: Any
 ) -> Array:
@@ -945,7 +909,7 @@ def _next_logs(
     ratios = next_slopes / np.where(slopes > 0, slopes, inf)
     agreements = np.minimum(np.maximum(ratios, -1.0), 1.0)
     grown = (1 - _DECAY) * logs + _GAIN * np.minimum(scale, 1.0) * agreements
-    new = _where(goes_back, logs - _CUT, grown)
+    new = where(goes_back, logs - _CUT, grown)
     result: Array = np.minimum(np.maximum(new, log(_LEAST)), log(_LARGEST))
     return result
 

@@ -49,14 +49,15 @@ class PartialBatch:
         divides = not self._axes.obstacle
         if self._part == 1 or not (divides or self._axes.fixed_size == 1):
             return batch, None
-        counts = [self._axes.check(*part) for part in batch]
-        selections = self._selections(step, counts)
+        passes = self._engine.passes
+        counts = [sizes[passes.agreement.rank] for sizes in passes.part_sizes]
+        selections = self._selections(step)
         if selections is None:
             return batch, None
         pairs = zip(batch, selections, strict=True)
         chosen = [self._axes.part(*part, selection) for part, selection in pairs if len(selection)]
         # Over several processes, joined parts would draw the random numbers of other examples.
-        if divides and self._engine.passes.agreement.alone:
+        if divides and passes.agreement.alone and len(chosen) > 1:
             chosen = self._joined(chosen, max(counts))
         return chosen, sum(counts)
 
@@ -103,13 +104,12 @@ class PartialBatch:
             size += count
         return [group[0] if len(group) == 1 else self._axes.joined(group) for group in groups]
 
-    def _selections(self, step: int, counts: Sequence[int]) -> list[Array] | None:
+    def _selections(self, step: int) -> list[Array] | None:
         """Return the indices of the chosen examples in each part of the shard.
 
         The result is None if only some of the processes would have examples in a part.
         """
-        sizes = self._engine.passes.part_sizes if not self._engine.passes.agreement.alone else ()
-        sizes = sizes or tuple((count,) for count in counts)
+        sizes = self._engine.passes.part_sizes
         places = accumulate((size for part in sizes for size in part), initial=0)
         whole = sum(map(sum, sizes))
         least = fewest_measured(self._engine)

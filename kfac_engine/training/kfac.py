@@ -247,12 +247,12 @@ class KfacOptimizer(Optimizer):
             relative,
             adaptation,
         )
+        self._auto = u if isinstance(u := self._given.update, AdaptiveLengthUpdate) else None
         may_be_exact = rule == AUTO and plain and adaptation is None and not decays
         self._exact = _exact_rules(engine, l2) if may_be_exact else ()
         self._decay_follows = decays is None  # the examples that come again
-        of_evidence = decays is None and adaptation is None
         self._shrinkage = _shrinkage(
-            engine, self._given.update if of_evidence else None, damps=damping is None
+            engine, None if decays is not None or adaptation else self._auto, damps=damping is None
         )
         schedule = Schedule(statistics_every, refresh_every)
         # Adam updates the parameters without a layer, unless a change is predicted.
@@ -281,8 +281,7 @@ class KfacOptimizer(Optimizer):
         rule, parameters = self._given, self._parameters().values()
         on_host = all(isinstance(array, np.ndarray) for array in parameters)
         cannot_fail = on_host and self.engine.passes.agreement.alone and rule.adaptation is None
-        of_lengths = isinstance(rule.update, AdaptiveLengthUpdate)
-        return of_lengths and cannot_fail and self._state_bytes > _SMALL_STATE
+        return self._auto is not None and cannot_fail and self._state_bytes > _SMALL_STATE
 
     @property
     def _copied_bytes(self) -> int:
@@ -330,7 +329,7 @@ class KfacOptimizer(Optimizer):
         self, batch: Sequence[Batch], scale: float, clock: StageClock, undo: Undo
     ) -> Proposal:
         features = FeaturePowers(self.feature_inputs, self.engine.collection.backend)
-        residuals = Residuals() if isinstance(self._given.update, AdaptiveLengthUpdate) else None
+        residuals = Residuals() if self._auto else None
         # A step with rows reads no gradients, unless its batch has other examples.
         of_rows = not self._rule.measures
         loss, gradients, of_all, bound = self._differentiated(
@@ -419,9 +418,11 @@ class KfacOptimizer(Optimizer):
 
         A caller replaces the fields ``batch`` and ``clock``.
         """
-        rule, size = self._rule, residuals and residuals.size()
+        rule, signal = self._rule, 1.0
+        if residuals is not None:
+            signal = np.minimum(residuals.size() / _SMALL_RESIDUALS, 1.0)
         if rule is self._given:
-            scale = scale * _signal(size)
+            scale = scale * signal
         return StepInputs(
             gradients=gradients,
             parameters=parameters,
@@ -438,7 +439,7 @@ class KfacOptimizer(Optimizer):
             examples=facts.examples,
             clock=StageClock(),
             predicts=rule.adaptation is not None and rule.adaptation.is_due(steps),
-            decay=self._decay(facts, size),
+            decay=self._decay(facts, signal),
             spreads={} if residuals is None else residuals.spreads(),
             corrections={} if residuals is None else _corrections(residuals, steps, scale),
             features=facts.features,
@@ -522,11 +523,11 @@ class KfacOptimizer(Optimizer):
     @property
     def counts_examples(self) -> bool:
         """Whether updates depend on how often examples come again."""
-        return isinstance(self._given.update, AdaptiveLengthUpdate) and self._weight_decay > 0
+        return self._auto is not None and self._weight_decay > 0
 
-    def _decay(self, facts: "BatchFacts", size: Any) -> Any:
+    def _decay(self, facts: "BatchFacts", signal: Any) -> Any:
         """Return the factor of the weight decay, a number or a recorded one."""
-        few = _least(_FEW * facts.scarcity, _MOST_DECAY - 1) * _signal(size)
+        few = _least(_FEW * facts.scarcity, _MOST_DECAY - 1) * signal
         if not self._decay_follows:
             return 1.0 + few
         of_new = _OF_NEW + (1 - _OF_NEW) * _least(2 * facts.share, 1.0)
@@ -555,16 +556,12 @@ class KfacOptimizer(Optimizer):
         Returns:
             A truth value, or a recorded one.
         """
-        update = self._given.update
-        if not isinstance(update, AdaptiveLengthUpdate):
-            return False
-        return update.features.most_are_rare(slots)
+        return self._auto.features.most_are_rare(slots) if self._auto else False
 
     @property
     def feature_inputs(self) -> tuple[LayerInput, ...]:
         """The inputs of the layers whose features bound updates."""
-        update = self._given.update
-        return update.features.inputs if isinstance(update, AdaptiveLengthUpdate) else ()
+        return self._auto.features.inputs if self._auto else ()
 
     def _fingerprints(self, batch: Sequence[Batch]) -> Array:
         """Return the fingerprints of the examples of a batch, of all processes."""
@@ -634,9 +631,8 @@ class KfacOptimizer(Optimizer):
     @property
     def _lengths(self) -> AdaptiveLengthUpdate:
         """The update of ``"auto"``."""
-        update = self._given.update
-        assert isinstance(update, AdaptiveLengthUpdate), "the caller checks the options"
-        return update
+        assert self._auto is not None, "the caller checks the options"
+        return self._auto
 
     def _tried(
         self, basis: Basis, gradients: dict[str, Array], clock: StageClock
@@ -737,7 +733,7 @@ class KfacOptimizer(Optimizer):
     def _records(self) -> list[tuple[str, str]]:
         """Groups of arrays, each with the field of the basis that they store."""
         has_group = {
-            (EXAMPLES, "seen"): isinstance(self._given.update, AdaptiveLengthUpdate),
+            (EXAMPLES, "seen"): self._auto is not None,
             (EVIDENCE, "evidence"): bool(self._shrinkage.blocks),
             (REPEATED, "repeated"): bool(self._exact),
         }
@@ -746,12 +742,11 @@ class KfacOptimizer(Optimizer):
     @property
     def _table(self) -> Numbers:
         # The updates of "auto" have relative damping unless it is adapted; states of both differ.
-        of_auto = isinstance(self._given.update, AdaptiveLengthUpdate)
         relative = {"relative": Number("_given.relative", is_constant=True)}
         since = (-1, COUNTER[1])
         return {
             **super()._table,
-            **(relative if self._given.relative and not of_auto else {}),
+            **(relative if self._given.relative and self._auto is None else {}),
             "statistics": Number("_curvature.planner.observed", since),
             "start": Number("_curvature.planner.start", since),
             "damping": Number("damping", check=KfacOptimizer._engine_damping),
@@ -774,17 +769,14 @@ def _exact_rules(engine: Engine, l2: float) -> tuple[Rule, ...]:
     )
 
 
-def _shrinkage(engine: Engine, update: Update | None, *, damps: bool) -> ShrinkageByEvidence:
-    """Return how the weights of an update shrink; without blocks for another update, or None."""
-    if not isinstance(update, AdaptiveLengthUpdate):
+def _shrinkage(
+    engine: Engine, update: AdaptiveLengthUpdate | None, *, damps: bool
+) -> ShrinkageByEvidence:
+    """Return how the weights of an update shrink; without blocks for None."""
+    if update is None:
         return ShrinkageByEvidence()
     weights, blocks = update.units.weights, update.blocks
     return shrinkage_by_evidence(engine, weights, blocks, update.widths, damps=damps)
-
-
-def _signal(size: Any) -> Any:
-    """Return the factor of the lengths for a size of the residuals; 1 for None."""
-    return 1.0 if size is None else np.minimum(size / _SMALL_RESIDUALS, 1.0)
 
 
 def _corrections(residuals: Residuals, step: Any, scale: Any) -> dict[str, Correction]:

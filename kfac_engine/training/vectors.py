@@ -61,6 +61,13 @@ def combine_all(
         combine(*arguments)
 
 
+def where(condition: Any, chosen: Any, other: Any) -> Any:
+    """Return ``chosen`` where a condition, True, False, an array or recorded, holds, else other."""
+    if isinstance(condition, bool):
+        return chosen if condition else other
+    return np.where(condition, chosen, other)
+
+
 def dot(left: Vector, right: Vector) -> float:
     """Return the inner product of two vectors; the names of the first one count."""
     return sum(float(np.vdot(array, right[name])) for name, array in left.items())
