@@ -241,7 +241,6 @@ def check_extraction(name: str | None, form: LayerForm, strides: Entries, rates:
 
 
 def _anything(patches: PatchView, strides: Entries, rates: Entries) -> str:
-    del patches, strides, rates
     return ""
 
 
@@ -252,7 +251,6 @@ def _images(patches: PatchView, strides: Entries, rates: Entries) -> str:
 
 
 def _pointwise(patches: PatchView, strides: Entries, rates: Entries) -> str:
-    del strides, rates
     fits = patches.window.kernel == patches.window.strides == (1, 1)
     return "" if fits else "a filter of one pixel and strides of one"
 

@@ -208,13 +208,11 @@ class StackedDenseView:
         alpha: float,
         beta: float,
     ) -> None:
-        del x, out, backend, homogeneous, alpha, beta
         raise InputError(
             "stacked dense layers have no common second moment; choose 'kron' or 'diagonal'."
         )
 
     def rows(self, x: Array, backend: Backend) -> Array:
-        del backend
         return x.reshape(x.shape[0], -1, self.width(x.shape))
 
     def images(self, x: Array, backend: Backend) -> tuple[Array, Window]:

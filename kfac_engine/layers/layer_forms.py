@@ -311,7 +311,6 @@ class ScaleShiftForm:
 
     def with_uses(self, num_uses: int) -> Self:
         """Return the form itself: it is the same for any number of uses."""
-        del num_uses
         return self
 
     def largest_side(self, shapes: Sequence[tuple[int, ...]]) -> int:

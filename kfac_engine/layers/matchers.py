@@ -69,7 +69,6 @@ _KEEPS_IDS = frozenset({"Cast", "Identity", "Reshape", "Unsqueeze"})
 
 def match_gather(context: MatchContext, node: Node, index: int) -> LayerMatch | str:
     """Match a table whose rows Gather selects; return the reason if there is no layer."""
-    del index
     table, ids = node.inputs
     if node.attributes.get("axis", 0) != 0 or not context.is_weight(table, 2):
         return f"table of Gather, shape {context.shapes[table]}"

@@ -13,6 +13,7 @@ import numpy as np
 
 from kfac_engine._types import Array
 from kfac_engine.graph.analysis.subgraph import of_data
+from kfac_engine.graph.node_builder import FLOAT_CODES
 from kfac_engine.graph.structure import RELAYS, Graph, Node
 from kfac_engine.layers.parameter_slices import all_entries
 
@@ -108,7 +109,7 @@ def _is_increasing(index: Array) -> bool:
 def _moves(node: Node) -> bool:
     """Return whether a node moves entries without changing them; a Cast may round."""
     known = not node.domain and (node.op in _MOVES or node.op == "Concat")
-    return known and (node.op != "Cast" or node.attributes.get("to") in _FLOAT_CODES)
+    return known and (node.op != "Cast" or node.attributes.get("to") in FLOAT_CODES.values())
 
 
 def _operands(node: Node) -> tuple[str, ...]:
@@ -179,17 +180,9 @@ def _is_read(name: str, graph: Graph, views: Mapping[str, ParameterView]) -> boo
 # -- moves -----------------------------------------------------------------------------------------
 
 
-def _reshape(
-    index: Array, node: Node, constants: Mapping[str, Array], results: Sequence[tuple[int, ...]]
-) -> Sequence[Array]:
-    del node, constants
-    return [index.reshape(results[0])]
-
-
 def _transpose(
     index: Array, node: Node, constants: Mapping[str, Array], results: Sequence[tuple[int, ...]]
 ) -> Sequence[Array]:
-    del constants, results
     perm = cast("tuple[int, ...] | None", node.attributes.get("perm"))
     return [index.transpose(perm)]
 
@@ -197,7 +190,6 @@ def _transpose(
 def _slice(
     index: Array, node: Node, constants: Mapping[str, Array], results: Sequence[tuple[int, ...]]
 ) -> Sequence[Array]:
-    del results
     starts, ends, *options = (constants[name].tolist() if name else [] for name in node.inputs[1:])
     axes, steps = (*options, [], [])[:2]
     axes, steps = axes or range(len(starts)), steps or [1] * len(starts)
@@ -210,7 +202,6 @@ def _slice(
 def _split(
     index: Array, node: Node, constants: Mapping[str, Array], results: Sequence[tuple[int, ...]]
 ) -> Sequence[Array]:
-    del constants
     axis = int(str(node.attributes.get("axis", 0)))
     ends = np.cumsum([shape[axis] for shape in results])
     return np.split(index, ends[:-1], axis)
@@ -219,20 +210,18 @@ def _split(
 def _gather(
     index: Array, node: Node, constants: Mapping[str, Array], results: Sequence[tuple[int, ...]]
 ) -> Sequence[Array]:
-    del results
     axis = int(str(node.attributes.get("axis", 0)))
     places = constants[node.inputs[1]] % index.shape[axis]
     return [index.take(places, axis)] if np.unique(places).size == places.size else []
 
 
 _MOVES: Mapping[str, _Move] = {
-    **dict.fromkeys(RELAYS, _reshape),
+    **dict.fromkeys(RELAYS, lambda index, node, constants, results: [index.reshape(results[0])]),
     "Gather": _gather,
     "Slice": _slice,
     "Split": _split,
     "Transpose": _transpose,
 }
-_FLOAT_CODES = frozenset({1, 10, 11, 16})  # TensorProto.DataType of float32, 16, 64 and bfloat16
 # Operators whose operands after the first must be constants. Other operators need only the shape of
 # their result.
 _BY_VALUE = frozenset({"Gather", "Slice"})

@@ -214,26 +214,13 @@ def match_shift(context: MatchContext, node: Node, index: int) -> LayerMatch | s
     return LayerMatch("shift", (value,), "", y, form)
 
 
-def _last(context: MatchContext, node: Node) -> int:
-    del context, node
-    return -1
-
-
-def _channels(context: MatchContext, node: Node) -> int:
-    del context, node
-    return 1
-
-
 # Operator and operand to the axis of the result with which the operand's last axis is aligned.
 SHIFTS: Mapping[tuple[str, int], Callable[[MatchContext, Node], int | None]] = {
-    ("Add", 0): _last,
-    ("Add", 1): _last,
-    ("Expand", 0): _last,
-    ("Gemm", 2): _last,
-    ("Sub", 0): _last,
-    ("Tile", 0): _last,
-    ("Conv", 2): _channels,
-    ("ConvTranspose", 2): _channels,
+    **dict.fromkeys(
+        [("Add", 0), ("Add", 1), ("Expand", 0), ("Gemm", 2), ("Sub", 0), ("Tile", 0)],
+        lambda context, node: -1,
+    ),
+    **dict.fromkeys([("Conv", 2), ("ConvTranspose", 2)], lambda context, node: 1),
     ("BatchNormalization", 2): feature_axis,
     ("GroupNormalization", 2): feature_axis,
     ("InstanceNormalization", 2): feature_axis,

@@ -365,14 +365,12 @@ class TokenIdView:
         alpha: float,
         beta: float,
     ) -> None:
-        del x, out, backend, homogeneous, alpha, beta
         raise InputError(
             "the second moment of token ids is diagonal; use an approximation with a diagonal "
             "input factor, such as 'kron_in_diag'."
         )
 
     def rows(self, x: Array, backend: Backend) -> Array:
-        del x, backend
         raise InputError(
             "token ids cannot be read as one-hot rows; use an approximation with a diagonal "
             "input factor, such as 'kron_in_diag'."

@@ -272,7 +272,6 @@ class LossFunction(ABC):
             g, without their sign, at the prediction ``centre``; and those of the ``gradients`` and
             of the targets, times w and divided by the variance.
         """
-        del observed, gradients, centre
         return ()
 
     def target_centre(self, observed: Observed) -> Any:
@@ -280,7 +279,6 @@ class LossFunction(ABC):
 
         It is divided by the variance of the loss. Arguments are as for ``target_sums``.
         """
-        del observed
         return 0.0
 
     # -- derived ---------------------------------------------------------------------------------
@@ -329,7 +327,6 @@ class LossFunction(ABC):
 
     def of_predictions(self, values: Values, counts: Array) -> Array:
         """Return the weights of predictions, from the weights of a batch in the inputs' rank."""
-        del values
         return counts
 
     def placed(self, axis: int) -> "LossFunction":
@@ -337,7 +334,6 @@ class LossFunction(ABC):
 
         Only an ``ordered`` loss needs to tell examples from positions.
         """
-        del axis
         return self
 
     # -- checks ---------------------------------------------------------------------------------

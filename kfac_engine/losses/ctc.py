@@ -99,7 +99,6 @@ class CTCNegativeLogProbLoss(LossWithoutProducts):
             )
 
     def positions(self, values: Values) -> int:
-        del values
         return 1
 
     @recordable

@@ -117,7 +117,6 @@ class FileOutput(LossKind):
 
     def on(self, output: str, *, targets: str | None = None, class_axis: int = -1) -> LossFunction:
         """Return the loss on an output with losses."""
-        del targets, class_axis
         return OutputLoss(output)
 
 

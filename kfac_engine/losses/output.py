@@ -36,23 +36,19 @@ class OutputLoss(LossWithoutProducts):
         *,
         class_axis: int = -1,
     ) -> None:
-        del targets, class_axis
         super().__init__((output,), None, seed, -1)
 
     def observe(self, values: Values, *, targets: bool = True) -> Observed:
-        del targets
         array = read_input(values, self.inputs[0])
         if array.ndim:
             require_predictions(self.inputs[0], array, 1, -1)
         return self.weigh(values, None, None)
 
     def weigh(self, values: Values, labels: Array | None, counts: Array | None) -> Observed:
-        del labels, counts
         array = read_input(values, self.inputs[0])
         return Observed(array, None, array, None, prod(array.shape))
 
     def read(self, values: Named, *, targets: bool = False) -> dict[str, Array]:
-        del targets
         return {self.inputs[0]: read_input(values, self.inputs[0])}
 
     def positions(self, values: Values) -> int:
@@ -60,11 +56,9 @@ class OutputLoss(LossWithoutProducts):
         return prod(shape[1:])
 
     def negative_log_probs(self, values: Values, targets: Array) -> Array:
-        del targets
         return values[self.inputs[0]]
 
     def gradient_of(self, values: Values, targets: Array) -> dict[str, Array]:
-        del targets
         array = values[self.inputs[0]]
         return {self.inputs[0]: array_module(array).ones_like(array)}
 
@@ -78,7 +72,6 @@ class OutputLoss(LossWithoutProducts):
         )
 
     def hessian(self, values: Values, v: Mapping[str, Array]) -> dict[str, Array]:
-        del values
         return {name: array_module(array).zeros_like(array) for name, array in v.items()}
 
     def sample(self, values: Values, rng: np.random.Generator) -> Array:

@@ -394,7 +394,6 @@ class Recorded(NDArrayOperatorsMixin):
         return self.tape.record("Concat", parts, {"axis": 0})
 
     def copy(self, order: str = "C") -> Symbol:
-        del order
         return self.named(self.name)
 
     def item(self) -> Symbol:
@@ -408,7 +407,6 @@ class Recorded(NDArrayOperatorsMixin):
     def astype(
         self, dtype: Any, order: str = "K", copy: bool = True, casting: str = "unsafe"
     ) -> Symbol:
-        del order, casting
         wanted = np.dtype(dtype)
         if wanted == np.float64 or (wanted.kind == "f" and self.dtype == self.tape.dtype):
             wanted = self.tape.dtype
@@ -419,7 +417,6 @@ class Recorded(NDArrayOperatorsMixin):
     # -- shapes ------------------------------------------------------------------------------------
 
     def reshape(self, *shape: Any, order: str = "C") -> Symbol:
-        del order
         whole = len(shape) == 1 and not isinstance(shape[0], int | Size)
         sizes = list(shape[0] if whole else shape)
         sizes = [s if isinstance(s, Size) else int(s) for s in sizes]

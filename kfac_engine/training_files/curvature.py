@@ -195,7 +195,7 @@ class CurvatureSteps:
         )
 
         def unchanged(arrays: list[Symbol]) -> list[Symbol]:
-            return arrays if self._whole else [_empty(tape, array) for array in arrays]
+            return arrays if self._whole else [without_entries(array) for array in arrays]
 
         results = tape.branch(
             observes,
@@ -658,11 +658,9 @@ def _is_due(step: Symbol, last: Symbol, period: int, least: Any) -> Symbol:
     return due if isinstance(least, int) and least == 1 else np.logical_or(last < 0, due)
 
 
-def _empty(tape: Tape, like: Symbol) -> Symbol:
+def without_entries(like: Symbol) -> Symbol:
     """Return an array without entries: the old state stays."""
-    return Recorded(
-        tape, tape.constant(np.zeros((0,) * like.ndim, like.dtype)), like.shape, like.dtype
-    )
+    return like.named(like.tape.constant(np.zeros((0,) * like.ndim, like.dtype)))
 
 
 # -- inverses of damped matrices by products alone -------------------------------------------------

@@ -458,8 +458,7 @@ def _predict(model: OnnxModel, step: StepGraph, description: Description) -> Mod
     outputs = [*dict.fromkeys((*description.predictions, *description.evaluated.values()))]
     nodes = needed(graph.nodes, outputs)
     read = values_read(nodes)
-    batch = dict.fromkeys(entry.name for entry in step.data)
-    inputs = [e for e in step.data if e.name in batch and e.name in read]
+    inputs = [entry for entry in step.data if entry.name in read]
     if description.steps_per_call > 1:
         inputs = [replace(entry, shape=(entry.shape or ())[1:]) for entry in inputs]
     weights = {n: a for n, a in step.state.items() if n in step.parameters and n in read}

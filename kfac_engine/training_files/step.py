@@ -23,7 +23,7 @@ from kfac_engine.recording.recorded import Recorded, Shape, Size, Symbol, Tape, 
 from kfac_engine.training.kfac import KfacOptimizer
 from kfac_engine.training.optimizer import Optimizer, trained_names
 from kfac_engine.training.seen_examples import scarcity
-from kfac_engine.training_files.curvature import CurvatureSteps
+from kfac_engine.training_files.curvature import CurvatureSteps, without_entries
 from kfac_engine.training_files.description import DIFFERENT, SEEN
 from kfac_engine.training_files.parts import (
     EvaluationGraph,
@@ -158,7 +158,7 @@ class StepRecorder:
         def unchanged() -> list[Symbol]:
             # An output without entries keeps the old state; a copy of it would cost time.
             olds: list[Symbol] = [*values.values()]
-            return olds if self._several else [self._empty(v) if v.ndim else v for v in olds]
+            return olds if self._several else [without_entries(v) if v.ndim else v for v in olds]
 
         results = dict(zip(state, tape.branch(finite, updated, unchanged), strict=True))
         new_state = {f"{NEW}{name}": value for name, value in results.items()}
@@ -413,12 +413,6 @@ class StepRecorder:
         for slot, arrays in new.items():
             state |= {f"{slot}/{name}": value for name, value in arrays.items()}
         return state
-
-    @staticmethod
-    def _empty(like: Symbol) -> Symbol:
-        tape = like.tape
-        empty = np.zeros((0,) * like.ndim, like.dtype)
-        return Recorded(tape, tape.constant(empty), like.shape, like.dtype)
 
     # -- declarations ------------------------------------------------------------------------------
 

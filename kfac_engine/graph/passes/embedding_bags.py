@@ -307,7 +307,6 @@ def _number(term: Term) -> int:
 
 def _same(node: Node, operands: list[Term], last: bool) -> Term:
     """Return a number in another shape or type, or a column of a bag."""
-    del last
     term = operands[0]
     if term[0] == "bag" and node.op == "Unsqueeze" and _number(operands[1]) in (1, -1):
         return ("bag", ("column", term[1]))
@@ -331,7 +330,6 @@ def _slice(node: Node, operands: list[Term], last: bool) -> Term:
 
 def _gather(node: Node, operands: list[Term], last: bool) -> Term:
     """Return an offset, or the rows of a weight for the ids of a bag."""
-    del last
     table, index = operands
     if node.attributes.get("axis", 0) == 0:
         if index == ("row", 0) and table in (("offsets",), ("ends",)):
@@ -343,7 +341,6 @@ def _gather(node: Node, operands: list[Term], last: bool) -> Term:
 
 def _add(node: Node, operands: list[Term], last: bool) -> Term:
     """Return the number of a later row."""
-    del last
     if operands[0][0] != "row":
         raise _UnknownFormError(node.op)
     return ("row", operands[0][1] + _number(operands[1]))
@@ -361,7 +358,6 @@ def _subtract(node: Node, operands: list[Term], last: bool) -> Term:
 
 def _compare(node: Node, operands: list[Term], last: bool) -> Term:
     """Return a property of the bag."""
-    del last
     left, right = operands
     if node.op == "Equal" and left[0] == right[0] == "constant":
         return ("constant", left[1] == right[1])
@@ -379,7 +375,6 @@ def _compare(node: Node, operands: list[Term], last: bool) -> Term:
 
 def _reduce(node: Node, operands: list[Term], last: bool) -> Term:
     """Return the result of a bag."""
-    del last
     bag, *axes = operands
     if bag[0] != "bag" or len(axes) != 1 or _number(axes[0]) != 0:
         raise _UnknownFormError(node.op)
@@ -388,7 +383,6 @@ def _reduce(node: Node, operands: list[Term], last: bool) -> Term:
 
 def _divide(node: Node, operands: list[Term], last: bool) -> Term:
     """Return the mean of a bag: its sum divided by the number of its entries."""
-    del last
     if operands[0][0] != "sum" or operands[1] != ("count",):
         raise _UnknownFormError(node.op)
     return ("mean", *operands[0][1:])
@@ -396,7 +390,6 @@ def _divide(node: Node, operands: list[Term], last: bool) -> Term:
 
 def _multiply(node: Node, operands: list[Term], last: bool) -> Term:
     """Return the product of two tables in a bag."""
-    del last
     if {term[0] for term in operands} != {"bag"}:
         raise _UnknownFormError(node.op)
     return ("bag", ("times", *(term[1] for term in operands)))
@@ -404,7 +397,6 @@ def _multiply(node: Node, operands: list[Term], last: bool) -> Term:
 
 def _insert(node: Node, operands: list[Term], last: bool) -> Term:
     """Return the sequence with another result at its end."""
-    del last
     if operands[0] != ("sequence",) or len(operands) > 2:
         raise _UnknownFormError(node.op)
     return ("inserted", operands[1])
