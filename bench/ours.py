@@ -1,6 +1,7 @@
 """Every job computed by this package."""
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,7 @@ from kfac_engine.bench.jobs import (
 )
 from kfac_engine.bench.step_networks import NETWORKS
 from kfac_engine.bench.uses import Study, study
-from kfac_engine.curvature.block_products import matpower, multiply
+from kfac_engine.curvature.block_products import multiply, multiply_power
 from kfac_engine.curvature.collection import LayerCollection
 from kfac_engine.curvature.factors.base import refresh
 from kfac_engine.curvature.factors.stacked import GroupedMoment
@@ -197,7 +198,7 @@ def _precondition(layers: tuple[tuple[int, int, int], ...]) -> Run:
 
     def run() -> list[Array]:
         with single_threaded_blas():
-            return list(multiply(collection, gradients, matpower(-1)).values())
+            return list(multiply(collection, gradients, partial(multiply_power, -1)).values())
 
     return run
 

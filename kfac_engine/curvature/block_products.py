@@ -17,18 +17,14 @@ Pairs: TypeAlias = Sequence[tuple[Vector, Params]]
 Product: TypeAlias = Callable[[FisherBlock, Vector], Vector]
 
 
-def matpower(exp: float) -> Product:
-    """Return the product of a block with a vector for a power of the damped matrix.
+def multiply_power(exp: float, block: FisherBlock, vector: Vector) -> Vector:
+    """Return a power of a block's damped matrix times a vector.
 
     The power 1 reads the current averages; a registered power reads the last refresh.
     """
-
-    def product(block: FisherBlock, vector: Vector) -> Vector:
-        if isinstance(vector, Rows | tuple) or isinstance(block.params, str):
-            return block.multiply_matpower(vector, exp)
-        return block.multiply_weight(vector, exp)
-
-    return product
+    if isinstance(vector, Rows | tuple) or isinstance(block.params, str):
+        return block.multiply_matpower(vector, exp)
+    return block.multiply_weight(vector, exp)
 
 
 def multiply(

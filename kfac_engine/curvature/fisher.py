@@ -9,7 +9,7 @@ with its shard of a batch.
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from statistics import fmean
 from typing import Any
 
@@ -25,7 +25,7 @@ from kfac_engine.arguments import (
     check_texts,
 )
 from kfac_engine.curvature import block_products, refreshes
-from kfac_engine.curvature.block_products import Product, check_products, matpower
+from kfac_engine.curvature.block_products import Product, check_products
 from kfac_engine.curvature.blocks.base import GradsList, uses
 from kfac_engine.curvature.collection import LayerCollection
 from kfac_engine.curvature.config import RelativeDamping, as_damping
@@ -471,7 +471,7 @@ class Fisher(Sealed):
         return self.to_file(self.division.share(products, tuple(names or vectors)))
 
     def matpower_product(self, exp: float) -> Product:
-        """Return the product of a block with a vector for a power; see ``matpower``.
+        """Return the product of a block with a vector for a power; see ``multiply_power``.
 
         ``UnknownNameError`` is raised if the power is neither 1 nor in ``exps``.
         """
@@ -479,7 +479,7 @@ class Fisher(Sealed):
             raise UnknownNameError(
                 f"power {exp} was not registered with {self.name}; add it to exps={self._exps}."
             )
-        return matpower(exp)
+        return partial(block_products.multiply_power, exp)
 
     def cholesky_product(self, transpose: bool = False) -> Product:
         """Return the product with the Cholesky factor ``B`` of the damped matrix, or with ``Bᵀ``.

@@ -48,11 +48,8 @@ class _Layout:
 def _layout(axes: tuple[int, ...], row_axes: int) -> _Layout:
     first = axes[row_axes] == 0
     read = (*axes[row_axes:], *axes[:row_axes]) if first else axes
-    return _Layout(axes, row_axes, first, read, _inverse(read))
-
-
-def _inverse(permutation: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(sorted(range(len(permutation)), key=permutation.__getitem__))
+    back = tuple(sorted(range(len(read)), key=read.__getitem__))
+    return _Layout(axes, row_axes, first, read, back)
 
 
 _LAYOUTS = {name: _layout(axes, len(axes) - 1) for name, axes in _AXES.items()} | {
@@ -230,13 +227,10 @@ class Packing:
 
     @recordable
     def unpack(self, matrix: Array, like: Vector) -> Vector:
-        """Convert a packed matrix to new arrays in the shapes and types of ``like``."""
+        """Convert a packed matrix to the shapes and types of ``like``, to a view where possible."""
         assert not isinstance(like, Rows)  # ``pack`` refuses them
         parts = like if isinstance(like, tuple | list) else (like,)
-        permuted = tuple(parts[0].shape[axis] for axis in self.axes)
-        rows = matrix[:-1] if self.has_bias else matrix
-        weight = rows.reshape(permuted).transpose(_inverse(self.axes))
-        weight = weight.astype(parts[0].dtype, order="C")
+        weight = self.from_rows(matrix[:-1] if self.has_bias else matrix, parts[0])
         if not self.has_bias:
             return (weight,) if isinstance(like, tuple | list) else weight
         return weight, matrix[-1].reshape(parts[1].shape).astype(parts[1].dtype)

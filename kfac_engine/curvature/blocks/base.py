@@ -355,10 +355,10 @@ class FisherBlock(ABC):
 
     def _operand(self, vector: Vector) -> Vector:
         """Return a vector of any library as floating-point arrays of the backend."""
-        arrays = tuple(self._collection.backend.asarray(part) for part in parts(vector))
+        arrays = map(self._collection.backend.asarray, parts(vector))
         # A product of integers would be truncated.
-        arrays = tuple(a.astype("float64") if a.dtype.kind in "biu" else a for a in arrays)
-        return arrays if isinstance(vector, tuple | list) else arrays[0]
+        wide = tuple([a.astype("float64") if a.dtype.kind in "biu" else a for a in arrays])
+        return wide if isinstance(vector, tuple | list) else wide[0]
 
     def _with_zeros(self, weight: Array) -> Vector:
         """Return a vector of the block whose arrays after the first are zero."""
