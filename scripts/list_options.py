@@ -11,7 +11,7 @@ from pathlib import Path
 import click
 
 from kfac_engine.cli.app import app
-from kfac_engine.cli.engine_options import HEADING, engine_options
+from kfac_engine.cli.engine_options import engine_options
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "command_line.md"
 HEAD = "| option | default | meaning |\n|---|---|---|\n"
@@ -56,7 +56,7 @@ def table(options: Iterable[click.Option]) -> str:
 def _sections() -> Iterator[tuple[str, list[click.Option]]]:
     """Yield the heading of each table and its options."""
     shared = engine_options()
-    yield HEADING, shared
+    yield "Options of the engine", shared
     for name, command in app.commands.items():
         arguments = [p.name.upper() for p in command.params if isinstance(p, click.Argument)]
         options = [p for p in command.params if isinstance(p, click.Option)]

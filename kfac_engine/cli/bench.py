@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import click
@@ -12,16 +13,11 @@ from kfac_engine.cli.command import Group, command
 Entry = TypeVar("Entry")
 
 
-def entries_of_list(text: str) -> list[str]:
-    """Return the entries of a text, without blanks around them and without empty entries."""
-    return [entry for part in text.split(",") if (entry := part.strip())]
-
-
 def _list(convert: Callable[[str], Entry], context: Any, option: Any, text: str) -> list[Entry]:
-    """Return the entries of an option; a usage error if one cannot be converted."""
+    """Return the entries of a text with commas; a usage error if one cannot be converted."""
     del context
     try:
-        return [convert(entry) for entry in entries_of_list(text)]
+        return [convert(entry) for part in text.split(",") if (entry := part.strip())]
     except ValueError as error:
         raise click.BadParameter(f"{error}", param=option) from error
 
@@ -67,7 +63,7 @@ _OPTIONS = (
         "dense, conv, inverse, power, precondition, step, uses, memory, scaling, gpu, build, "
         "models, train."),
     Group.MEASUREMENTS.option(
-        "--compare", default="", metavar="NAMES",
+        "--compare", default="", metavar="NAMES", callback=partial(_list, str),
         help="Libraries to compare with, in a checkout and if they are installed: torch, "
         "torch-by-example, jax, kfac-jax, curvlinops, laplace-torch, kronfluence. Separated by "
         "commas."),
@@ -101,10 +97,11 @@ _OPTIONS = (
         help="Show the time and the memory of each stage of a step, with the suite step."),
     training=_OPTIONS,
 )  # fmt: skip
-def bench(suite: tuple[str, ...], json_path: Path | None, compare: str, **options: Any) -> None:
+def bench(
+    suite: tuple[str, ...], json_path: Path | None, training: SimpleNamespace, **options: Any
+) -> None:
     from kfac_engine.bench.run import Options, run_suites
     from kfac_engine.bench.training.suite import TrainingOptions
 
-    training = TrainingOptions(**vars(options.pop("training")))
-    chosen = Options(compare=entries_of_list(compare), training=training, **options)
+    chosen = Options(training=TrainingOptions(**vars(training)), **options)
     run_suites(suite, json_path, options=chosen)

@@ -12,7 +12,6 @@ import click
 from kfac_engine.cli.command import Group, Option
 from kfac_engine.cli.options import chosen_losses, one_or_all
 
-HEADING = "Options of the engine"
 LOSSES = "losses.LOSSES", "losses.kinds.OUTPUT"
 
 
