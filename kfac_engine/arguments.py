@@ -126,6 +126,14 @@ def check_mapping(name: str, value: object, like: str) -> None:
         )
 
 
+def check_arrays(values: object) -> None:
+    """Raise an InputError unless values are a mapping, as that of parameters to arrays."""
+    if not isinstance(values, dict | Mapping):
+        raise InputError(
+            f"pass arrays by parameter, as {{name: array}}, got {type(values).__name__}."
+        )
+
+
 # Larger counters are not exact as floats.
 _MOST_COUNTED = 2**53
 

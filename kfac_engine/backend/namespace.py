@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from kfac_engine._types import Array
+from kfac_engine.arguments import check_arrays
 from kfac_engine.backend.protocol import Backend
 from kfac_engine.errors import InputError
 
@@ -122,7 +123,7 @@ def on_host(values: Mapping[str, Any], backend: Backend) -> dict[str, Any]:
 
     ``InputError`` is raised if ``values`` is not a mapping.
     """
-    _require_mapping(values)
+    check_arrays(values)
     return {
         n: v
         if type(v) is np.ndarray or not _is_foreign(v)
@@ -136,15 +137,8 @@ def in_library(values: Mapping[str, Any], backend: Backend) -> dict[str, Any]:
 
     Arrays are not copied if possible. ``InputError`` is raised if ``values`` is not a mapping.
     """
-    _require_mapping(values)
+    check_arrays(values)
     return {n: backend.asarray(v) if _is_foreign(v) else v for n, v in values.items()}
-
-
-def _require_mapping(values: object) -> None:
-    if not isinstance(values, dict | Mapping):
-        raise InputError(
-            f"pass arrays by parameter, as {{name: array}}, got {type(values).__name__}."
-        )
 
 
 def _is_foreign(value: Any) -> bool:

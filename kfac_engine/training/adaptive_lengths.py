@@ -303,7 +303,13 @@ class AdaptiveLengthUpdate(Update):
         weighted = _weighted(step, turn.weight)
         with self.engine.collection.backend.shared_reads():
             descent = self._descend(weighted, turn)
-            sizes = self._search(weighted, turn, descent)
+            measured = self._measured(weighted, descent)
+            self._write_step_sizes(weighted, measured, turn, descent.due)
+        # By how much each weight moves along its direction.
+        sizes: Vector = step.new_slots["step_size"]
+        if turn.back is not False:
+            last = step.slots["step_size"]
+            sizes = {name: size - turn.part * last[name] for name, size in sizes.items()}
         values = self._moved(weighted, turn, descent, sizes)
         predicts = step.predicts and not turn.back
         return Move(
@@ -341,16 +347,6 @@ class AdaptiveLengthUpdate(Update):
         with step.clock("precondition"):
             natural, active = self._natural_gradients(joint, momentum**2, step, due)
         return Descent(gradients, joint, natural, active, due, momentum)
-
-    def _search(self, step: StepInputs, turn: Turn, descent: Descent) -> Vector:
-        """Write slopes and lengths; return by how much each weight moves along its direction."""
-        products = self._measured(step, descent)
-        self._write_step_sizes(step, products, turn, descent.due)
-        sizes: Vector = step.new_slots["step_size"]
-        if turn.back is False:
-            return sizes
-        last = step.slots["step_size"]
-        return {name: size - turn.part * last[name] for name, size in sizes.items()}
 
     def _moved(
         self, step: StepInputs, turn: Turn, descent: Descent, sizes: Vector

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kfac_engine._types import Array
+from kfac_engine.arguments import check_arrays
 from kfac_engine.errors import InputError
 from kfac_engine.graph.structure import Graph, Node
 from kfac_engine.printable import quoted
@@ -237,10 +238,7 @@ def merge_ties(ties: Iterable[Tie], values: Mapping[str, Array]) -> dict[str, Ar
     An array for a weight or for one of its copies suffices. Different arrays for a weight and its
     copy raise InputError.
     """
-    if not isinstance(values, dict | Mapping):
-        raise InputError(
-            f"pass arrays by parameter, as {{name: array}}, got {type(values).__name__}."
-        )
+    check_arrays(values)
     merged = dict(values)
     for tie in ties:
         if tie.copy in merged:
