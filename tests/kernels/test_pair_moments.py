@@ -17,9 +17,7 @@ from kfac_engine.kernels.tuned import PATCHES, PIXELS, ROWS, Choice, shape_key
 from tests.backend.geometries import Case
 from tests.cuda_on_cpu.device import ShimDevice
 from tests.cuda_on_cpu.module import ORDERS, compiler
-from tests.cuda_on_cpu.test_shim import Broken
 from tests.kernels.test_patch_moments import SCRATCH, TOLERANCES, square, truth
-from tests.nightly import nightly_but
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="needs g++ to run kernels on the CPU")
 
@@ -227,75 +225,3 @@ def test_types_of_a_group_are_computed_apart(dtype):
             moments.add(x, case.window, out, SUM)
     for x, out in zip(each, outs, strict=True):
         assert error(out, truth(case, x, False)) < TOLERANCES[3]
-
-
-# What goes wrong in a kernel: its source, a piece of it, and what replaces this piece.
-MISTAKES = {
-    "no wait for copies": ("pair_products", "wait_for_copies<STAGES - 2>();", ""),
-    "no barrier": ("pair_products", "__syncthreads();  // the copies", "// the copies"),
-    "a stage is overwritten too early": (
-        "pair_products", "now == 0 ? (STAGES - 1) * STAGE * 2 : now - STAGE * 2", "now"),
-    "rows of matrices in other banks": ("pair_products", "from_a + now ^ i * 32", "from_a + now"),
-    "no product of low parts": ("pair_products", "mma_half(sum, high_a, low_b, sum);", ""),
-    "no carry to the next image": ("pair_products", "image += all.images + carry;", ""),
-    "positions of the next job": ("pair_products", "counts = p < all.end", "counts = true"),
-    "a pixel beside the image": (
-        "pair_products", "< (unsigned)all.shape[2]", "<= (unsigned)all.shape[2]"),
-    "scales of the rows only": ("pair_products", "rows[r] + columns[c]", "2 * rows[r]"),
-    "low parts of other numbers": ("pair_stage", "low - half_to_float", "high - half_to_float"),
-    "no barrier before the reads": ("pair_stage", "__syncthreads();\n  // Adjacent", "// Adjacent"),
-    "a peak of every other pixel": ("pair_stage", "8 % pixels;", "16 % pixels;"),
-    "a peak of one of four pixels": ("pair_stage", "j < 4; ++j) most", "j < 1; ++j) most"),
-    "no barrier before the peaks of warps": (
-        "pair_stage", "__syncthreads();\n    for (int i = 0; i < 8", "for (int i = 0; i < 8"),
-    "no barrier before the turned tile": (
-        "pair_stage",
-        "__syncthreads();\n  #pragma unroll\n  for (int i = 0; i < 2",
-        "#pragma unroll\n  for (int i = 0; i < 2",
-    ),
-    "no barrier between stages of rows": (
-        "pair_rows", "__syncthreads();\n  }\n  const int number", "}\n  const int number"),
-    "a stage of rows that is still read": ("pair_rows", "now ^= STAGE;", ""),
-    "no barrier before the scales": (
-        "pair_rows", "__syncthreads();\n\n  FourScalars", "FourScalars"),
-    "columns of other tiles": ("pair_rows", "(same ? 0 : SIDE * SLOT)", "0"),
-    "positions after the last": (
-        "pair_rows", "if (p < end && channel < channels)", "if (channel < channels)"),
-    "rows of the first image": ("pair_rows", "image += over ? image_stride : 0;", ""),
-    "scales of one feature": (
-        "pair_rows", "all.scales[i * STEP + feature]", "all.scales[i * STEP]"),
-    "peaks of the first images": ("pair_rows", "piece < layer->pieces", "piece < 1"),
-    "largest magnitude of the first images": ("pair_stage", "piece < layer.pieces", "piece < 1"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("mistake", nightly_but([*MISTAKES][::4], MISTAKES))
-def test_mutated_kernel_gives_wrong_result(mistake):
-    name, old, new = MISTAKES[mistake]
-
-    def change(code):
-        assert old in code
-        return code.replace(old, new)
-
-    worst = 0.0
-    # Several stages with full blocks over images that grow, and taps beside the image.
-    beside = Window((2, 2), (2, 2), (1, 1), (0, 0), (1, 1))
-    growing = [(square(5, 1, 0, 128, n=6), False), (Case(beside, 2, 64, (3, 3)), False)]
-    if name == "pair_stage":
-        growing += [(square(4, 1, 0, 20, n=5), last) for last in (False, True)]
-    if name == "pair_rows":
-        growing = [(square(6, 1, 0, 256, n=3), False), (square(6, 1, 0, 40, n=3), False)]
-    for case, last in growing:
-        x = images(case) * np.geomspace(1, 1e9, case.n)[:, None, None, None].astype(np.float32)
-        x *= np.geomspace(1, 1e3, case.channels, dtype=np.float32)[:, None, None]
-        x *= np.geomspace(1, 1e3, x[0, 0].size, dtype=np.float32).reshape(x.shape[2:])
-        # Behind the images lie others that are as large, so that reading too far shows.
-        x = np.concatenate([x, x[::-1]])
-        x = (channels_last(x) if last else x)[: case.n]
-        wanted = truth(case, x, False)
-        for order in ORDERS:
-            out = empty(case)
-            moments = PatchMoments(Broken(name, change, order), SCRATCH, 3)
-            moments.add(x, case.window, out, SUM)
-            worst = max(worst, error(out, wanted))
-    assert worst > 1e-5
