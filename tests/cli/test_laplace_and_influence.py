@@ -112,13 +112,6 @@ def test_extremes_are_those_of_a_stable_sort(count, ties):
         assert highest_scores(scores, count) == (order[:count], order[::-1][:count])
 
 
-def test_table_of_queries_fits_80_columns(data, capsys):
-    assert influence("--queries=q.npy", "--query-targets=yq.npy") == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert max(map(len, lines)) <= 80
-    assert sum(line.lstrip().startswith(tuple("012345")) for line in lines) >= 6
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [

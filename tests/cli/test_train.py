@@ -76,26 +76,6 @@ def test_the_result_runs_in_onnx_runtime_with_the_loss_that_is_reported(folder, 
     assert (report["step"], report["epoch"], report["out"]) == (40, 19, "out.onnx")
 
 
-def test_a_file_that_computes_its_loss_is_trained(folder, capsys):
-    entry = "float[n,4] x, int64[n] label"
-    model = onnx.parser.parse_model(
-        f"""<ir_version: 8, opset_import: ["": 18]> file ({entry}) => (float loss)
-        {{ y = MatMul(x, W) loss = SoftmaxCrossEntropyLoss(y, label) }}"""
-    )
-    rng = np.random.default_rng(0)
-    weight = rng.standard_normal((4, 3)).astype(np.float32)
-    model.graph.initializer.append(onnx.numpy_helper.from_array(weight, "W"))
-    onnx.save(model, "loss.onnx")
-    x = rng.standard_normal((64, 4)).astype(np.float32)
-    np.savez("l.npz", x=x, label=rng.integers(0, 3, 64))
-    assert run("--loss=output", *FAST, "--json", model="loss.onnx", data="l.npz") == 0
-    report = json.loads(capsys.readouterr().out)
-    assert (report["step"], report["out"]) == (2, "out.onnx")
-    assert not np.array_equal(
-        onnx.numpy_helper.to_array(onnx.load("out.onnx").graph.initializer[0]), weight
-    )
-
-
 def without_weights(model):
     """A message without the contents of its initializers."""
     copy = onnx.ModelProto()
@@ -139,6 +119,56 @@ def test_the_command_is_fit_with_the_same_options(optimizer, folder):
     assert [line["loss"] for line in lines] == [record["loss"] for record in history.records]
     assert history.metrics.keys() == {"validation_loss", "accuracy"}
     assert {name: lines[-1][name] for name in history.metrics} == history.metrics
+
+
+# Options of the command, and those of ``fit`` for an engine.
+AS_FIT = {
+    "--refresh-every=3": lambda e: {"optimizer": ke.KfacOptimizer(e, refresh_every=3)},
+    "--average=0.9": lambda e: {"callbacks": [ke.WeightAverage(0.9)]},
+    "--average=tail": lambda e: {"callbacks": [ke.WeightAverage("tail")]},
+    "--best=accuracy": lambda e: {"callbacks": [ke.BestWeights("accuracy")]},
+    "--early-stop=1": lambda e: {"callbacks": [ke.EarlyStop("validation_loss", 1)]},
+    "--best=accuracy --early-stop=1": lambda e: {
+        "callbacks": [ke.EarlyStop("accuracy", 1), ke.BestWeights("accuracy")]
+    },
+}
+
+
+@pytest.mark.parametrize("words", AS_FIT)
+def test_refreshes_and_callbacks_are_those_of_fit(words, folder, capsys):
+    # Random labels: what the network learns of them soon does harm.
+    labels = np.random.default_rng(0).integers(0, 10, 64)
+    np.savez("d.npz", image=IMAGES[:64], targets=labels)
+    fast = {"batch_size": 16, "epochs": 12, "schedule": "constant"}
+    given = ["--batch-size=16", "--epochs=12", "--schedule=constant", "--validation=0.25"]
+    assert run(*given, "--log=run.jsonl", *words.split()) == 0
+    engine = ke.Engine.from_onnx("mlp.onnx", loss="categorical")
+    usual = {"metrics": ("loss", "accuracy"), "validation": 0.25, "optimizer": "kfac"}
+    history = ke.fit(engine, (IMAGES[:64], labels), **usual | fast | AS_FIT[words](engine))
+    assert same(parameters(), engine.parameters)
+    lines, records = logged(Path("run.jsonl")), history.records
+    assert [line["refreshed"] for line in lines] == [record["refreshed"] for record in records]
+    assert ("early-stop" in words) == (len(records) < 36)
+    if "best" in words:
+        shown = capsys.readouterr().out
+        assert f"weights of step {records[-1]['best_step']} of {len(records)}\n" in shown
+        assert f"accuracy {history.metrics['accuracy']:.6g}\n" in shown
+
+
+def test_event_files_of_tensorboard_are_written(folder):
+    pytest.importorskip("tensorboardX")
+    assert run("--tensorboard=runs", *FAST) == 0
+    (events,) = Path("runs").iterdir()
+    assert b"learning_rate" in events.read_bytes()
+
+
+def test_a_missing_tensorboardx_is_one_line_and_nothing_is_written(folder, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tensorboardX", None)
+    assert run("--tensorboard=runs", *FAST) == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1
+    assert "pip install 'kfac-engine[tensorboard]'" in err
+    assert not Path("runs").exists()
 
 
 def test_the_choices_are_those_of_the_library():
@@ -198,6 +228,8 @@ def test_progress_and_notes_are_on_stderr(folder, capsys):
         ),
         (["--optimizer=lbfgs"], "'lbfgs' is not one of 'kfac'"),
         (["--learning-rate=-1"], "--learning-rate must be at least 0"),
+        (["--optimizer=sgd", "--refresh-every=2"], "--refresh-every belongs to kfac; sgd has"),
+        (["--refresh-every=0"], "--refresh-every must be a whole number"),
         (["--seconds=0"], "seconds must be a positive number"),
         (["--resume"], "(--checkpoint FOLDER)."),
         (["--checkpoint=state"], "'state' has the checkpoint of a run; give --resume"),

@@ -112,6 +112,23 @@ def test_steps_equal_those_of_one_process_in_every_mode(name, mode, distribution
     assert_equal_to_one_process(name, 3, estimation_mode=mode, distribution=distribution)
 
 
+OPTIONS = [
+    {"reduction": "batch_mean"},
+    {"reduction": "sum"},
+    {"schedule": ke.Schedule(refresh_every=2, policy="round_robin")},
+    {"schedule": ke.Schedule(refresh_every=2, policy="balanced")},
+    {"exps": (-0.5,)},
+    {"exps": (-0.5, -1)},
+    {"damping": ke.RelativeDamping(0.1)},
+]
+
+
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_steps_equal_those_of_one_process_with_every_option(options, distribution):
+    assert_equal_to_one_process("mlp", 3, distribution=distribution, **options)
+
+
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
 @pytest.mark.parametrize("mode", ["gradients", "empirical", "exact", "curvature_prop"])
 @pytest.mark.parametrize("ignored", [[3], [0, 1], [0, 3, 8]], ids=str)
@@ -131,19 +148,6 @@ def test_a_rank_without_targets_that_count_has_no_rows_of_experts(distribution):
         "double",
     )
     assert_equal_to_one_process(source, 3, ignored=[0, 1], distribution=distribution)
-
-
-@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
-@pytest.mark.parametrize("reduction", ["batch_mean", "sum"])
-def test_steps_equal_those_of_one_process_for_every_reduction(reduction, distribution):
-    assert_equal_to_one_process("mlp", 3, reduction=reduction, distribution=distribution)
-
-
-@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
-@pytest.mark.parametrize("policy", ["round_robin", "balanced"])
-def test_steps_equal_those_of_one_process_for_every_policy(policy, distribution):
-    schedule = ke.Schedule(refresh_every=2, policy=policy)
-    assert_equal_to_one_process("mlp", 3, schedule=schedule, distribution=distribution)
 
 
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
@@ -173,18 +177,6 @@ def test_steps_equal_those_of_one_process_that_refreshes_in_the_same_calls(
 
     monkeypatch.setattr(fisher_module, "UNDIVIDED", Fixed())
     assert_equal_to_one_process("mlp", 3, **options)
-
-
-@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
-@pytest.mark.parametrize("exps", [(-0.5,), (-0.5, -1)])
-def test_steps_equal_those_of_one_process_for_other_powers(exps, distribution):
-    assert_equal_to_one_process("mlp", 3, exps=exps, distribution=distribution)
-
-
-@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
-def test_relative_damping_reads_the_traces_of_all_ranks(distribution):
-    damping = ke.RelativeDamping(0.1)
-    assert_equal_to_one_process("mlp", 3, damping=damping, distribution=distribution)
 
 
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)

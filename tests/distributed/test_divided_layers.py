@@ -66,27 +66,22 @@ def test_a_large_table_has_several_owners():
         assert owned == {"table": [0, 1, 2]}
 
 
-@pytest.mark.parametrize("exps", [(-1,), (-0.5, -1)])
-def test_steps_equal_those_of_one_process(exps):
-    assert_equal_to_one_process(table(), SIZE, ["table"], exps=exps, **DIVIDED)
+CASES = [
+    (2, {}),
+    (4, {}),
+    (8, {}),
+    (SIZE, {"exps": (-1,)}),
+    (SIZE, {"exps": (-0.5, -1)}),
+    (SIZE, {"schedule": ke.Schedule(refresh_every=2, policy="round_robin")}),
+    (SIZE, {"schedule": ke.Schedule(refresh_every=2, overlap=True)}),
+    (SIZE, {"schedule": ke.Schedule(refresh_every=1, covariance_every=2)}),
+    (SIZE, {"schedule": ke.Schedule(refresh_every=3, covariance_every=2)}),
+]
 
 
-@pytest.mark.parametrize("size", [2, 4, 8])
-def test_steps_equal_those_of_one_process_for_any_number_of_ranks(size):
-    assert_equal_to_one_process(table(), size, ["table"], **DIVIDED)
-
-
-@pytest.mark.parametrize(
-    "schedule",
-    [
-        ke.Schedule(refresh_every=2, policy="round_robin"),
-        ke.Schedule(refresh_every=2, overlap=True),
-        ke.Schedule(refresh_every=1, covariance_every=2),
-        ke.Schedule(refresh_every=3, covariance_every=2),
-    ],
-)
-def test_steps_equal_those_of_one_process_for_every_schedule(schedule):
-    assert_equal_to_one_process(table(), SIZE, ["table"], schedule=schedule, **DIVIDED)
+@pytest.mark.parametrize(("size", "options"), CASES)
+def test_steps_equal_those_of_one_process(size, options):
+    assert_equal_to_one_process(table(), size, ["table"], **DIVIDED, **options)
 
 
 def test_products_files_and_later_steps_equal_those_of_one_process(tmp_path):
