@@ -48,10 +48,7 @@ def demo(seconds: float, seeds: int, out: Path) -> None:
     import kfac_engine as ke
     from kfac_engine.data import demo_model, digits
 
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ke.InputError(f"cannot make the folder '{out}': {error.strerror}.") from error
+    out.mkdir(parents=True, exist_ok=True)
     images, labels = digits()
     with working("preparing the model"):
         engine = ke.Engine.from_onnx(demo_model("cnn"), loss="categorical", threads=1)

@@ -115,18 +115,8 @@ def _report(name: str, scores: "Array", out: Path, as_json: bool) -> None:
 
 
 def highest_scores(scores: "Array", count: int) -> tuple[list[int], list[int]]:
-    """Return the places of the ``count`` highest and lowest scores, in the order of a stable sort.
-
-    Only the scores that can be among them are sorted. The highest scores descend and the lowest
-    ascend. Among equal scores, the first example comes first in the highest scores and last in the
-    lowest scores.
-    """
+    """Return the places of the ``count`` highest scores, descending, and lowest, ascending."""
     import numpy as np
 
-    count = min(count, len(scores))
-    ends = np.partition(scores, [count - 1, len(scores) - count])
-    high = np.flatnonzero(scores >= ends[-count])
-    low = np.flatnonzero(scores <= ends[count - 1])
-    highest = high[np.argsort(-scores[high], kind="stable")][:count]
-    lowest = low[np.argsort(-scores[low], kind="stable")][::-1][:count]
-    return highest.tolist(), lowest.tolist()
+    order = np.argsort(-scores, kind="stable")
+    return order[:count].tolist(), order[::-1][:count].tolist()

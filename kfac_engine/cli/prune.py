@@ -22,21 +22,16 @@ if TYPE_CHECKING:
     from kfac_engine._types import Array
 
 
-method_option = Group.PRUNING.option(
-    "--method",
-    metavar="NAME",
-    default="obd",
-    names=("analysis.pruning.pruning.METHODS",),
-    help="Saliency of a weight: obd, the rise of the loss if only this weight becomes zero; obs, "
-    "the rise if the other weights of its block compensate for it; or its magnitude.",
-)
-damping_option = Group.PRUNING.option(
-    "--damping",
-    type=click.FloatRange(min=0),
-    default=0.0,
-    help="Damping λ, added to the Fisher matrix. obs needs a positive damping where the matrix is "
-    "singular.",
-)
+_SALIENCY = (
+    Group.PRUNING.option(
+        "--method", metavar="NAME", default="obd", names=("analysis.pruning.pruning.METHODS",),
+        help="Saliency of a weight: obd, the rise of the loss if only this weight becomes zero; "
+        "obs, the rise if the other weights of its block compensate for it; or its magnitude."),
+    Group.PRUNING.option(
+        "--damping", type=click.FloatRange(min=0), default=0.0,
+        help="Damping λ, added to the Fisher matrix. obs needs a positive damping where the matrix "
+        "is singular."),
+)  # fmt: skip
 
 
 @command(
@@ -46,17 +41,15 @@ damping_option = Group.PRUNING.option(
     MODEL,
     curvature_option,
     sample_option,
-    method_option,
-    damping_option,
     output("-o", "--out", required=True, help="File of the result (.safetensors)."),
     json_option,
+    options=_SALIENCY,
 )
 def run_saliency(
     model: Path,
     curvature: Path,
     inputs: Path | None,
-    method: str,
-    damping: float,
+    options: dict[str, Any],
     out: Path,
     as_json: bool,
 ) -> None:
@@ -65,9 +58,9 @@ def run_saliency(
 
     result = read_curvature(curvature, model, inputs)
     with working("computing saliencies"):
-        scores = ke.saliency(result, method, damping)
-        write_tensors(out, scores, {"method": method, "damping": repr(damping)})
-    _report_scores(scores, method, out, as_json)
+        scores = ke.saliency(result, **options)
+        write_tensors(out, scores, {name: f"{value}" for name, value in options.items()})
+    _report_scores(scores, options["method"], out, as_json)
 
 
 def _report_scores(scores: "Mapping[str, Array]", method: str, out: Path, as_json: bool) -> None:
@@ -104,8 +97,7 @@ _SELECTION = (
     Group.PRUNING.option(
         "--pattern", metavar="N:M",
         help="Largest number of nonzero weights among consecutive inputs of a layer, such as 2:4."),
-    method_option,
-    damping_option,
+    *_SALIENCY,
     Group.PRUNING.option(
         "--parameters", metavar="PATTERN", multiple=True, callback=one_or_more,
         help="Name or pattern of parameters to prune; by default the weights of all layers."),

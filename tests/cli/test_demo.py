@@ -46,4 +46,4 @@ def test_without_matplotlib_the_demo_says_how_to_get_it(tmp_path, capsys, monkey
 def test_a_folder_that_cannot_be_made_is_refused(tmp_path, capsys):
     (tmp_path / "file").write_text("")
     assert main(["demo", "--out", str(tmp_path / "file" / "folder")]) == 2
-    assert "cannot make the folder" in capsys.readouterr().err
+    assert f"cannot use '{tmp_path / 'file' / 'folder'}'" in capsys.readouterr().err
