@@ -6,7 +6,7 @@ import pytest
 import kfac_engine as ke
 from kfac_engine.distributed.agreement import Agreement
 from kfac_engine.distributed.protocol import Alone, Communicator
-from tests.distributed.threads import DesynchronizedError, run
+from tests.distributed.threads import run
 
 
 def outcome(function):
@@ -137,18 +137,6 @@ def test_an_error_of_a_single_process_is_unchanged():
     with pytest.raises(ValueError, match="as it is") as raised, agreement.operation("step"):
         raise error
     assert raised.value is error
-
-
-def test_a_rank_that_leaves_without_a_vote_is_noticed():
-    def work(communicator):
-        agreement = Agreement(communicator)
-        if communicator.rank:
-            agreement.of_all(0)
-        else:
-            communicator.allreduce(np.zeros(1))
-
-    with pytest.raises(DesynchronizedError):
-        run(2, work)
 
 
 def test_communicators_have_the_members_of_the_protocol():
