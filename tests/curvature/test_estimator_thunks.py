@@ -99,9 +99,6 @@ def test_without_decay_batches_are_averaged_alike(how):
     np.testing.assert_allclose(estimator.factors[0].cov, A, rtol=EXACT, atol=EXACT)
 
 
-# -- plain means -----------------------------------------------------------------------------------
-
-
 # -- what is stored --------------------------------------------------------------------------------
 
 

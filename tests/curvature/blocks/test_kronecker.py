@@ -20,9 +20,6 @@ from tests.curvature.blocks.dense_layer import (
 )
 from tests.lifecycle import as_matrix, assert_products, observe, plain_packing
 
-# -- the published example -------------------------------------------------------------------------
-
-
 # -- products --------------------------------------------------------------------------------------
 
 
@@ -185,6 +182,3 @@ def test_the_split_is_by_the_moments_at_refresh_and_fresh_for_power_one():
     inverse, fresh = (plain_packing(f(v)).ravel() for f in (block.multiply_inverse, block.multiply))
     np.testing.assert_allclose(inverse, stale, rtol=DOUBLE, atol=DOUBLE)
     np.testing.assert_allclose(fresh, block_power(A, G, 1) @ flat, rtol=DOUBLE, atol=DOUBLE)
-
-
-# -- towers, sources, shared factors ---------------------------------------------------------------

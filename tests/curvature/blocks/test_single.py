@@ -196,9 +196,6 @@ def test_sources_are_summed_over_the_examples_of_all_towers(approx):
     assert block.num_registered_towers == 2
 
 
-# -- the form of results ---------------------------------------------------------------------------
-
-
 # -- refusals --------------------------------------------------------------------------------------
 
 

@@ -132,9 +132,6 @@ def test_few_examples_at_a_time_give_the_same_diagonal():
     np.testing.assert_allclose(out, measured(statistic, values), atol=EXACT)
 
 
-# -- gradients of whole batches --------------------------------------------------------------------
-
-
 # -- element types ---------------------------------------------------------------------------------
 
 ALL = [
