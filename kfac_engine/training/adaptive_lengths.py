@@ -389,7 +389,9 @@ class AdaptiveLengthUpdate(Update):
                     squares += float(np.vdot(array, array))
         for name, direction in descent.natural.items():
             size = float(np.abs(sizes[name]).max())
-            squares += (size * size) * float(np.vdot(direction, direction))
+            known = self.measured.get(name)
+            square = np.vdot(direction, direction) if known is None else known.square.sum()
+            squares += (size * size) * float(square)
         return squares < _LARGEST_ENTRY**2
 
     def _shifted(
