@@ -5,7 +5,8 @@ system provides and takes back their memory in each step. Results are therefore 
 that exist.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from math import prod
 from typing import Any, TypeAlias
 
@@ -80,7 +81,7 @@ def inner_products(pairs: Sequence[tuple[Array, Array]]) -> list[Any]:
     """
     addends = [
         [np.vdot(x, y) for x, y in zip(each[::2], each[1::2], strict=True)]
-        for each in parts(*(array for pair in pairs for array in pair))
+        for each in parts(*chain(*pairs))
     ]
     return addends[0] if len(addends) == 1 else [*np.sum(addends, axis=0)]
 
@@ -161,17 +162,15 @@ def views_of(entries: Array, like: Vector) -> dict[str, Array]:
     return views
 
 
-def parts(*arrays: Array) -> Iterator[tuple[Array, ...]]:
-    """Yield views of equal ranges of arrays of one shape, which stay in the cache of a core.
+def parts(*arrays: Array) -> Iterable[tuple[Array, ...]]:
+    """Return views of equal ranges of arrays of one shape, which stay in the cache of a core.
 
     Arrays that are not contiguous, or not of the host, are one part.
     """
     if arrays[0].size <= _PART or not all(map(_is_flat, arrays)):
-        yield arrays
-        return
-    flat = [array.reshape(-1) for array in arrays]
-    for start in range(0, flat[0].size, _PART):
-        yield tuple(array[start : start + _PART] for array in flat)
+        return (arrays,)
+    flat, starts = [array.reshape(-1) for array in arrays], range(0, arrays[0].size, _PART)
+    return (tuple([array[start : start + _PART] for array in flat]) for start in starts)
 
 
 def _is_flat(array: Array) -> bool:
