@@ -16,7 +16,7 @@ from rich.console import Console
 from kfac_engine._types import Array
 from kfac_engine.backend.cpu.backend import NumpyBackend
 from kfac_engine.backend.cuda.backend import CupyBackend
-from kfac_engine.backend.protocol import Backend
+from kfac_engine.backend.protocol import Accumulation, Backend
 from kfac_engine.backend.select import select
 from kfac_engine.backend.threads import Task
 from kfac_engine.backend.window import Window
@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 
 
 _DECAY = 0.5
+_AVERAGE = Accumulation(beta=_DECAY)
 _WINDOW = square_window(3, 1, 1)
 # Tolerance of squares and of sums of some thousand float32 numbers.
 _TOLERANCE = 1e-4
@@ -103,15 +104,15 @@ def _of_images(sizes: Sizes) -> Iterator[_Case]:
     d = 9 * channels
 
     def moment(b: Backend, x: Array, out: Array) -> Array:
-        b.patch_second_moment(x, _WINDOW, out, homogeneous=True, beta=_DECAY)
+        b.patch_second_moment(x, _WINDOW, out, Accumulation(homogeneous=True, beta=_DECAY))
         return out
 
     def groups(b: Backend, x: Array, out: Array) -> Array:
-        b.patch_second_moment(x, _WINDOW, out, beta=_DECAY)
+        b.patch_second_moment(x, _WINDOW, out, _AVERAGE)
         return out
 
     def squares(b: Backend, x: Array, ds: Array, out: Array) -> Array:
-        b.squared_gradients(x, _WINDOW, ds, out, beta=_DECAY)
+        b.squared_gradients(x, _WINDOW, ds, out, _AVERAGE)
         return out
 
     def diagonal(b: Backend, x: Array, out: Array) -> Array:
@@ -119,7 +120,7 @@ def _of_images(sizes: Sizes) -> Iterator[_Case]:
         return out
 
     yield _Case("moment", moment, (x, _zeros(d + 1, d + 1)), symmetric=True)
-    pixels = lambda b, x, out: b.second_moment(x, out, feature_axis=1, beta=_DECAY) or out  # noqa: E731 (a case)
+    pixels = lambda b, x, out: b.second_moment(x, out, _AVERAGE, feature_axis=1) or out  # noqa: E731 (a case)
     yield _Case("pixels", pixels, (x, _zeros(channels, channels)), symmetric=True)
     yield _Case("groups", groups, (x, _zeros(channels, 9, 9)), symmetric=True)
     yield _Case("squares", squares, (x, ds, _zeros(1, d, channels)))
@@ -311,24 +312,22 @@ def refresh_works(backend: CupyBackend, layers: Sequence[Layer], peer: Peer) -> 
 
 def _input_factor(backend: CupyBackend, layer: Layer, x: Array) -> Callable[[], None]:
     data, out = backend.asarray(x), backend.asarray(_zeros(layer.d_in, layer.d_in))
-    homogeneous = bool(layer.homogeneous)
-    return lambda: backend.patch_second_moment(
-        data, window(layer), out, homogeneous=homogeneous, beta=_DECAY
-    )
+    how = Accumulation(homogeneous=bool(layer.homogeneous), beta=_DECAY)
+    return lambda: backend.patch_second_moment(data, window(layer), out, how)
 
 
 def _output_factor(backend: CupyBackend, ds: Array) -> Callable[[], None]:
     data, out = backend.asarray(ds), backend.asarray(_zeros(ds.shape[1], ds.shape[1]))
-    return lambda: backend.second_moment(data, out, feature_axis=1, beta=_DECAY)
+    return lambda: backend.second_moment(data, out, _AVERAGE, feature_axis=1)
 
 
 def _input_error(backend: CupyBackend, layer: Layer, x: Array) -> float:
     """Return the error of a batch, compared with a float64 product of the patches."""
     out = backend.asarray(_zeros(layer.d_in, layer.d_in))
-    backend.patch_second_moment(
-        backend.asarray(x), window(layer), out, homogeneous=layer.homogeneous
-    )
-    wanted = expected(x, window(layer), homogeneous=bool(layer.homogeneous))
+    homogeneous = bool(layer.homogeneous)
+    how = Accumulation(homogeneous=homogeneous)
+    backend.patch_second_moment(backend.asarray(x), window(layer), out, how)
+    wanted = expected(x, window(layer), homogeneous=homogeneous)
     return float(difference(backend.to_numpy(out), wanted))
 
 

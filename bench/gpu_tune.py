@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 
 from kfac_engine._types import Array
-from kfac_engine.backend.channel_groups import Accumulation
 from kfac_engine.backend.cpu.backend import NumpyBackend
 from kfac_engine.backend.cuda.gram import PatchMoments
+from kfac_engine.backend.protocol import Accumulation
 from kfac_engine.backend.window import Window
 from kfac_engine.bench import gpu_meter
 from kfac_engine.bench.data import normal

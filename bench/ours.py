@@ -9,6 +9,7 @@ import numpy as np
 import kfac_engine as ke
 from kfac_engine._types import Array, DType
 from kfac_engine.backend.cpu.backend import NumpyBackend
+from kfac_engine.backend.protocol import Accumulation
 from kfac_engine.backend.threads import single_threaded_blas
 from kfac_engine.bench import data, ours_gradient, uses
 from kfac_engine.bench.jobs import (
@@ -123,11 +124,10 @@ class _Moment:
 
 def _dense(rows: int, d: int) -> Run:
     x, average = data.normal(rows, d), data.zeros(d + 1, d + 1)
+    how = Accumulation(homogeneous=True, alpha=(1 - DECAY) / rows, beta=DECAY)
 
     def run() -> _Moment:
-        NumpyBackend().second_moment(
-            x, average, homogeneous=True, alpha=(1 - DECAY) / rows, beta=DECAY
-        )
+        NumpyBackend().second_moment(x, average, how)
         return _Moment(average)
 
     return run
@@ -137,9 +137,10 @@ def _patches(shape: tuple[int, ...], kernel: int, stride: int, pad: int) -> Run:
     x, d, window = data.normal(*shape), shape[1] * kernel**2, square_window(kernel, stride, pad)
     average = data.zeros(d, d)
     alpha = (1 - DECAY) / patch_count(tuple(shape), kernel, stride, pad)
+    how = Accumulation(alpha=alpha, beta=DECAY)
 
     def run() -> _Moment:
-        NumpyBackend().patch_second_moment(x, window, average, alpha=alpha, beta=DECAY)
+        NumpyBackend().patch_second_moment(x, window, average, how)
         return _Moment(average)
 
     return run

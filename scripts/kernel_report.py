@@ -10,9 +10,9 @@ from pathlib import Path
 
 import numpy as np
 
-from kfac_engine.backend.channel_groups import Accumulation
 from kfac_engine.backend.cuda import recursive_inverse
 from kfac_engine.backend.cuda.gram import GroupProducts, PatchMoments
+from kfac_engine.backend.protocol import Accumulation
 from kfac_engine.backend.window import Window
 from kfac_engine.kernels.groups import draw_classes, sum_examples
 from kfac_engine.kernels.launch import MACROS

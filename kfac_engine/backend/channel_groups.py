@@ -4,7 +4,6 @@ The CuPy backend uses it for double precision, which its kernels do not compute.
 computes Gram matrices in another way (``grouped_gram``) and uses the other operations.
 """
 
-from dataclasses import dataclass, replace
 from itertools import product
 from math import prod
 from typing import Any
@@ -13,7 +12,7 @@ import numpy as np
 
 from kfac_engine._types import Array
 from kfac_engine.backend.namespace import recordable
-from kfac_engine.backend.protocol import Backend
+from kfac_engine.backend.protocol import Accumulation, Backend
 from kfac_engine.backend.window import Window
 from kfac_engine.errors import ShapeError
 
@@ -21,23 +20,6 @@ from kfac_engine.errors import ShapeError
 # is faster than products of patches. For depthwise 3 × 3 filters on 32 × 96 × 56 × 56, passes take
 # 61 ms and patches 414 ms.
 _FEW_CHANNELS, _FEW_OUTPUTS = 8, 4
-
-
-@dataclass(frozen=True, slots=True)
-class Accumulation:
-    """How a sum over rows changes a result: ``out ← beta·out + alpha·Σ``, in place.
-
-    A ``beta`` of zero overwrites, NaN included. A one is appended to ``homogeneous`` rows.
-    """
-
-    homogeneous: bool
-    alpha: float
-    beta: float
-
-    @property
-    def of_others(self) -> "Accumulation":
-        """The same accumulation for further rows, which keeps the result so far."""
-        return replace(self, beta=1.0)
 
 
 def grouped_second_moment(

@@ -11,6 +11,7 @@ their type.
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Protocol
 
@@ -19,6 +20,28 @@ import numpy.typing as npt
 from kfac_engine._types import Array
 from kfac_engine.backend.threads import Task
 from kfac_engine.backend.window import Window
+
+
+@dataclass(frozen=True, slots=True)
+class Accumulation:
+    """How a sum over rows changes a result: ``out ← beta·out + alpha·Σ``, in place.
+
+    A ``beta`` of zero overwrites, NaN included. A one, the homogeneous coordinate, is appended to
+    ``homogeneous`` rows.
+    """
+
+    homogeneous: bool = False
+    alpha: float = 1.0
+    beta: float = 0.0
+
+    @property
+    def of_others(self) -> "Accumulation":
+        """The same accumulation for further rows, which keeps the result so far."""
+        return replace(self, beta=1.0)
+
+
+# Writes the sum of the rows as they are.
+SUM = Accumulation()
 
 
 class LinearAlgebra(Protocol):
@@ -186,31 +209,16 @@ class Backend(Protocol):
     # -- second moments ---------------------------------------------------------------------------
 
     def second_moment(
-        self,
-        x: Array,
-        out: Array,
-        *,
-        feature_axis: int = -1,
-        homogeneous: bool = False,
-        alpha: float = 1.0,
-        beta: float = 0.0,
+        self, x: Array, out: Array, how: Accumulation = SUM, *, feature_axis: int = -1
     ) -> None:
         """Compute the lower triangle of ``out ← beta·out + alpha·Σ_rows x xᵀ``, in place.
 
         All axes of ``x`` but ``feature_axis`` are rows; it has any strides. ``out`` is ``(d, d)``,
-        or ``(d + 1, d + 1)`` if a 1 is appended to each row, the homogeneous coordinate. A ``beta``
-        of zero overwrites the old moment, NaN included.
+        or ``(d + 1, d + 1)`` for homogeneous rows.
         """
 
     def patch_second_moment(
-        self,
-        x: Array,
-        window: Window,
-        out: Array,
-        *,
-        homogeneous: bool = False,
-        alpha: float = 1.0,
-        beta: float = 0.0,
+        self, x: Array, window: Window, out: Array, how: Accumulation = SUM
     ) -> None:
         """Compute the lower triangle of ``out ← beta·out + alpha·Σ z zᵀ`` over all patches ``z``.
 
@@ -223,9 +231,7 @@ class Backend(Protocol):
             window: Geometry; as many axes as ``spatial_shape``.
             out: ``(d, d)`` with ``d = taps·channels (+ 1)``, or ``(groups, d, d)`` with
                 ``d = taps·channels/groups (+ 1)``.
-            homogeneous: Whether a one is appended to each patch.
-            alpha: Scale of the new moment.
-            beta: Scale of the old moment; 0 overwrites it, NaN included.
+            how: Whether patches are homogeneous, and the factors of old and new moment.
         """
 
     def mirror(self, moment: Array) -> None:
@@ -249,15 +255,7 @@ class Backend(Protocol):
     # -- sums over examples -----------------------------------------------------------------------
 
     def squared_gradients(
-        self,
-        x: Array,
-        window: Window,
-        ds: Array,
-        out: Array,
-        *,
-        homogeneous: bool = False,
-        alpha: float = 1.0,
-        beta: float = 0.0,
+        self, x: Array, window: Window, ds: Array, out: Array, how: Accumulation = SUM
     ) -> None:
         """Compute ``out ← beta·out + alpha·Σ_n (Σ_t z_nt ds_ntᵀ)²`` for each group, in place.
 

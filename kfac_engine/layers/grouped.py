@@ -14,7 +14,7 @@ from typing import ClassVar
 
 from kfac_engine._types import Array, Rows, Vector
 from kfac_engine.backend.namespace import recordable
-from kfac_engine.backend.protocol import Backend
+from kfac_engine.backend.protocol import Accumulation, Backend
 from kfac_engine.backend.window import Window
 from kfac_engine.errors import InputError, ShapeError
 from kfac_engine.layers.layer_forms import LayerForm, convolution_form
@@ -198,16 +198,7 @@ class StackedDenseView:
     def count(self, shape: tuple[int, ...]) -> int:
         return prod(shape[:-2])
 
-    def second_moment(
-        self,
-        x: Array,
-        out: Array,
-        backend: Backend,
-        *,
-        homogeneous: bool,
-        alpha: float,
-        beta: float,
-    ) -> None:
+    def second_moment(self, x: Array, out: Array, backend: Backend, how: Accumulation) -> None:
         raise InputError(
             "stacked dense layers have no common second moment; choose 'kron' or 'diagonal'."
         )

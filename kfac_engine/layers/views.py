@@ -7,14 +7,14 @@ computes second moments in the backend without a copy of the rows.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import ClassVar, Protocol, TypeAlias
 
 import numpy as np
 
 from kfac_engine._types import Array
-from kfac_engine.backend.protocol import Backend
+from kfac_engine.backend.protocol import Accumulation, Backend
 from kfac_engine.backend.window import SlidingWindow, Window, pointwise
 from kfac_engine.errors import InputError, NonFiniteError, ShapeError
 
@@ -43,21 +43,11 @@ class View(Protocol):
     def count(self, shape: tuple[int, ...]) -> int:
         """Return the number of rows of a tensor of this shape."""
 
-    def second_moment(
-        self,
-        x: Array,
-        out: Array,
-        backend: Backend,
-        *,
-        homogeneous: bool,
-        alpha: float,
-        beta: float,
-    ) -> None:
+    def second_moment(self, x: Array, out: Array, backend: Backend, how: Accumulation) -> None:
         """Compute ``out ← beta·out + alpha·Σ_rows x xᵀ``, in the lower triangle.
 
-        ``out`` is ``(d, d)``, or ``(d + 1, d + 1)`` with the homogeneous coordinate, a 1 at the end
-        of each row. If ``beta`` is zero, the content of ``out`` does not matter. A view without a
-        second moment as one matrix raises InputError.
+        ``out`` is ``(d, d)``, or ``(d + 1, d + 1)`` for homogeneous rows. A view without a second
+        moment as one matrix raises InputError.
         """
 
     def rows(self, x: Array, backend: Backend) -> Array:
@@ -86,20 +76,9 @@ class RowView:
         self._check(shape)
         return prod(shape) // max(shape[self.feature_axis], 1)
 
-    def second_moment(
-        self,
-        x: Array,
-        out: Array,
-        backend: Backend,
-        *,
-        homogeneous: bool,
-        alpha: float,
-        beta: float,
-    ) -> None:
+    def second_moment(self, x: Array, out: Array, backend: Backend, how: Accumulation) -> None:
         self._check(x.shape)
-        backend.second_moment(
-            x, out, feature_axis=self.feature_axis, homogeneous=homogeneous, alpha=alpha, beta=beta
-        )
+        backend.second_moment(x, out, how, feature_axis=self.feature_axis)
 
     def rows(self, x: Array, backend: Backend) -> Array:
         self._check(x.shape)
@@ -150,25 +129,9 @@ class PatchView:
         spatial_shape = self._spatial_shape(shape)
         return shape[0] * prod(self.window.resolved(spatial_shape).output_shape(spatial_shape))
 
-    def second_moment(
-        self,
-        x: Array,
-        out: Array,
-        backend: Backend,
-        *,
-        homogeneous: bool,
-        alpha: float,
-        beta: float,
-    ) -> None:
+    def second_moment(self, x: Array, out: Array, backend: Backend, how: Accumulation) -> None:
         window = self.window.resolved(self._spatial_shape(x.shape))
-        backend.patch_second_moment(
-            self._channels_first(x, backend),
-            window,
-            out,
-            homogeneous=homogeneous,
-            alpha=alpha,
-            beta=beta,
-        )
+        backend.patch_second_moment(self._channels_first(x, backend), window, out, how)
 
     def rows(self, x: Array, backend: Backend) -> Array:
         window = self.window.resolved(self._spatial_shape(x.shape))
@@ -275,29 +238,18 @@ class MaskedPatchView:
     def count(self, shape: tuple[int, ...]) -> int:
         return self.patches.count(shape)
 
-    def second_moment(
-        self,
-        x: Array,
-        out: Array,
-        backend: Backend,
-        *,
-        homogeneous: bool,
-        alpha: float,
-        beta: float,
-    ) -> None:
+    def second_moment(self, x: Array, out: Array, backend: Backend, how: Accumulation) -> None:
         d = self.width(x.shape)
         moment = backend.xp.zeros_like(out)
-        self.patches.second_moment(
-            x, moment, backend, homogeneous=homogeneous, alpha=alpha, beta=0.0
-        )
+        self.patches.second_moment(x, moment, backend, replace(how, beta=0.0))
         # (m∘z)(m∘z)ᵀ = (m mᵀ)∘(z zᵀ): masking the moment costs d², masking the patches n·t·d.
         mask = self._mask(backend, out)
         moment[:d] *= mask[:, None]
         moment[:, :d] *= mask
-        if beta == 0.0:  # 0 · NaN would be NaN
+        if how.beta == 0.0:  # 0 · NaN would be NaN
             out[...] = moment
             return
-        out *= beta
+        out *= how.beta
         out += moment
 
     def rows(self, x: Array, backend: Backend) -> Array:
@@ -355,16 +307,7 @@ class TokenIdView:
     def count(self, shape: tuple[int, ...]) -> int:
         return prod(shape) if self.positions else shape[0]
 
-    def second_moment(
-        self,
-        x: Array,
-        out: Array,
-        backend: Backend,
-        *,
-        homogeneous: bool,
-        alpha: float,
-        beta: float,
-    ) -> None:
+    def second_moment(self, x: Array, out: Array, backend: Backend, how: Accumulation) -> None:
         raise InputError(
             "the second moment of token ids is diagonal; use an approximation with a diagonal "
             "input factor, such as 'kron_in_diag'."

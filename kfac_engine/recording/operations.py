@@ -14,6 +14,7 @@ import numpy as np
 
 from kfac_engine._types import DType
 from kfac_engine.backend import channel_groups
+from kfac_engine.backend.protocol import Accumulation
 from kfac_engine.backend.window import SlidingWindow, Window
 from kfac_engine.errors import UnsupportedError
 from kfac_engine.recording.functions import Namespace, applied, called
@@ -66,35 +67,30 @@ class Operations:
         del logits, ids, axis
 
     def second_moment(
-        self,
-        x: Symbol,
-        out: Symbol,
-        *,
-        feature_axis: int = -1,
-        homogeneous: bool = False,
-        alpha: Any,
-        beta: Any,
+        self, x: Symbol, out: Symbol, how: Accumulation, *, feature_axis: int = -1
     ) -> None:
         """Compute ``out ← beta·out + alpha·Σ x xᵀ`` over rows; see ``Backend``."""
         rows = np.moveaxis(x, feature_axis, -1)
-        self._add_moment(rows.reshape(-1, rows.shape[-1]), out, homogeneous, alpha, beta)
+        self._add_moment(rows.reshape(-1, rows.shape[-1]), out, how)
 
     def patch_second_moment(
-        self, x: Symbol, window: Window, out: Symbol, *, homogeneous: bool, alpha: Any, beta: Any
+        self, x: Symbol, window: Window, out: Symbol, how: Accumulation
     ) -> None:
         """Compute ``out ← beta·out + alpha·Σ z zᵀ`` over patches; see ``Backend``."""
         rows = self.patches(x, window)
         if out.ndim == 2:
-            self._add_moment(rows.reshape(-1, rows.shape[-1]), out, homogeneous, alpha, beta)
+            self._add_moment(rows.reshape(-1, rows.shape[-1]), out, how)
             return
         groups = channel_groups.split_features(rows, out.shape[0], window.taps)
         stack = groups.transpose(1, 0, 2, 3).reshape(out.shape[0], -1, groups.shape[-1])
-        self._add_moment(stack, out, homogeneous, alpha, beta)
+        self._add_moment(stack, out, how)
 
-    def _add_moment(self, rows: Any, out: Symbol, homogeneous: bool, alpha: Any, beta: Any) -> None:
+    def _add_moment(self, rows: Any, out: Symbol, how: Accumulation) -> None:
         """Add ``Σ r rᵀ`` of rows ``(…, rows, features)`` with a one appended where needed."""
         rows = rows.astype(out.dtype)
-        if homogeneous:
+        alpha: Any = how.alpha
+        beta: Any = how.beta
+        if how.homogeneous:
             rows = self.homogeneous(rows)
         before = None if isinstance(beta, float) and beta == 0 else beta * out
         d = rows.shape[-1]

@@ -5,6 +5,7 @@ import pytest
 
 from kfac_engine.backend.cpu.backend import NumpyBackend
 from kfac_engine.backend.cuda.backend import CupyBackend
+from kfac_engine.backend.protocol import Accumulation
 from kfac_engine.backend.window import Window, pointwise
 from kfac_engine.errors import ShapeError
 from tests.backend import cupy_standin
@@ -54,9 +55,7 @@ def test_group_moments_equal_definition(backend, window, dtype, beta):
     wanted = 0.3 * np.einsum("gnti,gntj->gij", z, z) + beta
     out = backend.asarray(np.ones(wanted.shape, dtype) if beta else np.full(wanted.shape, np.nan))
     out = out.astype(dtype)
-    backend.patch_second_moment(
-        backend.asarray(x), window, out, homogeneous=True, alpha=0.3, beta=beta
-    )
+    backend.patch_second_moment(backend.asarray(x), window, out, Accumulation(True, 0.3, beta))
     backend.mirror(out)
     close(backend, out, wanted, dtype)
 
@@ -71,7 +70,7 @@ def test_squared_gradients_equal_definition(backend, window, dtype, beta):
     out = backend.asarray(np.ones(wanted.shape, dtype) if beta else np.full(wanted.shape, np.nan))
     out = out.astype(dtype)
     operands = backend.asarray(x), window, backend.asarray(ds)
-    backend.squared_gradients(*operands, out, homogeneous=True, alpha=0.3, beta=beta)
+    backend.squared_gradients(*operands, out, Accumulation(True, 0.3, beta))
     close(backend, out, wanted, dtype)
 
 
@@ -127,7 +126,7 @@ def test_squared_gradients_of_small_groups_equal_definition(backend, channels, o
     kept = np.float64 if dtype == np.float64 else np.float32
     out = backend.asarray(np.ones(wanted.shape, kept))
     operands = backend.asarray(x), WINDOW, backend.asarray(ds)
-    backend.squared_gradients(*operands, out, homogeneous=True, alpha=0.3, beta=0.5)
+    backend.squared_gradients(*operands, out, Accumulation(True, 0.3, 0.5))
     close(backend, out, wanted, kept)
 
 
@@ -136,7 +135,7 @@ def test_squared_gradients_of_single_rows_equal_definition(backend):
     x, ds = (rng.normal(size=(7, d)).astype(np.float32) for d in (4, 3))
     out = backend.asarray(np.zeros((1, 5, 3), np.float32))
     operands = backend.asarray(x), pointwise(0), backend.asarray(ds)
-    backend.squared_gradients(*operands, out, homogeneous=True)
+    backend.squared_gradients(*operands, out, Accumulation(homogeneous=True))
     ones = np.concatenate([x, np.ones((7, 1))], axis=1)
     close(backend, out, (np.einsum("ni,no->nio", ones, ds) ** 2).sum(axis=0)[None], np.float32)
 

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from kfac_engine.backend import select
-from kfac_engine.backend.channel_groups import Accumulation
 from kfac_engine.backend.cuda import inverse_roots
 from kfac_engine.backend.cuda.backend import CupyBackend
 from kfac_engine.backend.cuda.gram import PatchMoments
+from kfac_engine.backend.protocol import Accumulation
 from kfac_engine.bench import data, gpu, gpu_meter, gpu_tune
 from kfac_engine.bench.gpu_meter import Layer, resnet50
 from kfac_engine.kernels.launch import MACROS, source

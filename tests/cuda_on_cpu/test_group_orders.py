@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from kfac_engine.backend.channel_groups import Accumulation
 from kfac_engine.backend.cuda.gram import GroupProducts
+from kfac_engine.backend.protocol import Accumulation
 from kfac_engine.backend.window import Window
 from tests.comparing import assert_near
 from tests.cuda_on_cpu.device import ShimDevice

@@ -7,8 +7,8 @@ import sys
 import numpy as np
 import pytest
 
-from kfac_engine.backend.channel_groups import Accumulation
 from kfac_engine.backend.cuda.gram import PatchMoments
+from kfac_engine.backend.protocol import Accumulation
 from kfac_engine.kernels.launch import source
 from tests.cuda_on_cpu.device import ShimDevice
 from tests.cuda_on_cpu.module import ORDERS, Module, compiler

@@ -4,8 +4,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from kfac_engine.backend.channel_groups import Accumulation
 from kfac_engine.backend.cuda.gram import GroupProducts
+from kfac_engine.backend.protocol import Accumulation
 from kfac_engine.backend.window import Window
 from kfac_engine.kernels.groups import cross_entropy, draw_classes, sum_examples
 from tests.backend.geometries import CORNERS, STRIDED, Case

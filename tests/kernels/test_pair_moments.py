@@ -10,8 +10,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from kfac_engine.backend.channel_groups import Accumulation
 from kfac_engine.backend.cuda.gram import PatchMoments
+from kfac_engine.backend.protocol import Accumulation
 from kfac_engine.backend.window import Window
 from kfac_engine.kernels.tuned import PATCHES, PIXELS, ROWS, Choice, shape_key
 from tests.backend.geometries import Case

@@ -6,10 +6,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from kfac_engine.backend.channel_groups import Accumulation
 from kfac_engine.backend.cuda import recipes
 from kfac_engine.backend.cuda.gram import PatchMoments
 from kfac_engine.backend.cuda.moment_groups import plan
+from kfac_engine.backend.protocol import Accumulation
 from kfac_engine.backend.window import Window
 from kfac_engine.errors import ShapeError
 from kfac_engine.kernels.moments import TILE

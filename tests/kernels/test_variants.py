@@ -7,9 +7,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from kfac_engine.backend.channel_groups import Accumulation
 from kfac_engine.backend.cuda import recursive_inverse
 from kfac_engine.backend.cuda.gram import GroupProducts, PatchMoments
+from kfac_engine.backend.protocol import Accumulation
 from kfac_engine.backend.window import Window
 from kfac_engine.kernels.averages import count_ids, update_average
 from kfac_engine.kernels.groups import cross_entropy, draw_classes, sum_examples

@@ -5,6 +5,7 @@ import pytest
 
 import kfac_engine as ke
 from kfac_engine.backend.cpu.backend import NumpyBackend
+from kfac_engine.backend.protocol import Accumulation
 from kfac_engine.backend.window import Window
 from kfac_engine.layers.layer_forms import embedding_form
 from kfac_engine.layers.views import RowView, patch_view
@@ -21,7 +22,7 @@ def draw(*shape, seed=0):
 def moment(view, x, homogeneous=False):
     d = view.width(x.shape) + homogeneous
     out = np.full((d, d), np.nan)
-    view.second_moment(x, out, BACKEND, homogeneous=homogeneous, alpha=1.0, beta=0.0)
+    view.second_moment(x, out, BACKEND, Accumulation(homogeneous))
     BACKEND.mirror(out)
     return out
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
@@ -10,11 +11,11 @@ import numpy.typing as npt
 
 from kfac_engine._types import Array
 from kfac_engine.backend import channel_groups, patch_sums
-from kfac_engine.backend.channel_groups import Accumulation
 from kfac_engine.backend.cpu import blas, gram, grouped_gram, patch_gram, reductions
 from kfac_engine.backend.cpu.linear_algebra import NumpyLinearAlgebra
 from kfac_engine.backend.cpu.syrk import threads_for
 from kfac_engine.backend.namespace import as_array
+from kfac_engine.backend.protocol import SUM, Accumulation
 from kfac_engine.backend.threads import TO_READ, WORTH_WAKING, Task, Workers, run_parallel
 from kfac_engine.backend.window import Window
 from kfac_engine.errors import BackendError
@@ -76,40 +77,20 @@ class NumpyBackend:
         return blas.matmul(x, y, out, self.workers)
 
     def second_moment(
-        self,
-        x: Array,
-        out: Array,
-        *,
-        feature_axis: int = -1,
-        homogeneous: bool = False,
-        alpha: float = 1.0,
-        beta: float = 0.0,
+        self, x: Array, out: Array, how: Accumulation = SUM, *, feature_axis: int = -1
     ) -> None:
-        gram.second_moment(
-            x if feature_axis == -1 else np.moveaxis(x, feature_axis, -1),
-            out,
-            Accumulation(homogeneous, alpha, beta),
-            self._scratch(),
-            self.workers,
-        )
+        x = x if feature_axis == -1 else np.moveaxis(x, feature_axis, -1)
+        gram.second_moment(x, out, how, self._scratch(), self.workers)
 
     def mirror(self, moment: Array) -> None:
         gram.mirror(moment, self.workers)
 
     def patch_second_moment(
-        self,
-        x: Array,
-        window: Window,
-        out: Array,
-        *,
-        homogeneous: bool = False,
-        alpha: float = 1.0,
-        beta: float = 0.0,
+        self, x: Array, window: Window, out: Array, how: Accumulation = SUM
     ) -> None:
         gram_of = patch_gram.patch_second_moment
         if out.ndim == 3:
             gram_of = grouped_gram.grouped_second_moment
-        how = Accumulation(homogeneous, alpha, beta)
         gram_of(x, window, out, how, self._scratch(), self.workers)
 
     def patches(self, x: Array, window: Window) -> Array:
@@ -121,15 +102,7 @@ class NumpyBackend:
         patch_sums.add_patch_squares(x, window, out, np, alpha=alpha, beta=beta)
 
     def squared_gradients(
-        self,
-        x: Array,
-        window: Window,
-        ds: Array,
-        out: Array,
-        *,
-        homogeneous: bool = False,
-        alpha: float = 1.0,
-        beta: float = 0.0,
+        self, x: Array, window: Window, ds: Array, out: Array, how: Accumulation = SUM
     ) -> None:
         scratch, size = self._scratch(), out.size * out.itemsize
         threads = threads_for(ds.size * out.shape[1], self.workers)
@@ -137,10 +110,10 @@ class NumpyBackend:
         alone = NumpyBackend(scratch_bytes=scratch // (2 * parts), threads=1)
 
         def add(part: slice, result: Array, beta: float) -> None:
-            how = Accumulation(homogeneous, alpha, beta)
-            channel_groups.squared_gradients(alone, x[part], window, ds[part], result, how)
+            of_part = replace(how, beta=beta)
+            channel_groups.squared_gradients(alone, x[part], window, ds[part], result, of_part)
 
-        grouped_gram.squared_gradients(add, len(ds), out, beta, parts, self.workers)
+        grouped_gram.squared_gradients(add, len(ds), out, how.beta, parts, self.workers)
 
     def example_sums(self, x: Array, ds: Array, axes: tuple[int, ...]) -> Array:
         return reductions.example_sums(x, ds, axes)

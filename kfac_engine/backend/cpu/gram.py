@@ -12,7 +12,7 @@ from math import prod
 import numpy as np
 
 from kfac_engine._types import Array, DType
-from kfac_engine.backend.channel_groups import Accumulation, scale
+from kfac_engine.backend.channel_groups import scale
 from kfac_engine.backend.cpu import blas
 from kfac_engine.backend.cpu.syrk import (
     accumulate,
@@ -21,6 +21,7 @@ from kfac_engine.backend.cpu.syrk import (
     run_tasks,
     threads_for,
 )
+from kfac_engine.backend.protocol import Accumulation
 from kfac_engine.backend.threads import Workers, single_threaded_blas
 from kfac_engine.errors import ShapeError
 

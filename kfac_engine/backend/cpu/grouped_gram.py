@@ -22,16 +22,12 @@ from math import prod
 import numpy as np
 
 from kfac_engine._types import Array, DType
-from kfac_engine.backend.channel_groups import (
-    Accumulation,
-    check_group_shape,
-    scale,
-    split_features,
-)
+from kfac_engine.backend.channel_groups import check_group_shape, scale, split_features
 from kfac_engine.backend.cpu.patch_gram import patch_second_moment
 from kfac_engine.backend.cpu.syrk import run_tasks, threads_for
 from kfac_engine.backend.kernel_offsets import kernel_offsets
 from kfac_engine.backend.patch_sums import patch_sums
+from kfac_engine.backend.protocol import Accumulation
 from kfac_engine.backend.threads import Workers
 from kfac_engine.backend.window import Window
 

@@ -17,7 +17,6 @@ from typing import NamedTuple
 import numpy as np
 
 from kfac_engine._types import Array, DType
-from kfac_engine.backend.channel_groups import Accumulation
 from kfac_engine.backend.cpu.gram import CHUNK_BYTES, check_out, matrices, write_border
 from kfac_engine.backend.cpu.shifted_gram import (
     FEW_CHANNELS,
@@ -29,6 +28,7 @@ from kfac_engine.backend.cpu.shifted_gram import (
 from kfac_engine.backend.cpu.syrk import accumulate, count_parts
 from kfac_engine.backend.kernel_offsets import line_products
 from kfac_engine.backend.patch_sums import patch_sums
+from kfac_engine.backend.protocol import Accumulation
 from kfac_engine.backend.threads import Workers, single_threaded_blas
 from kfac_engine.backend.window import Window
 

@@ -36,7 +36,7 @@ import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
 from kfac_engine._types import Array, DType
-from kfac_engine.backend.channel_groups import Accumulation, scale
+from kfac_engine.backend.channel_groups import scale
 from kfac_engine.backend.cpu import blas
 from kfac_engine.backend.cpu.syrk import run_tasks, threads_for
 from kfac_engine.backend.kernel_offsets import (
@@ -45,6 +45,7 @@ from kfac_engine.backend.kernel_offsets import (
     border_strips,
     line_products,
 )
+from kfac_engine.backend.protocol import Accumulation
 from kfac_engine.backend.threads import Workers
 from kfac_engine.backend.window import Window
 

@@ -14,8 +14,9 @@ from math import sqrt
 import numpy as np
 
 from kfac_engine._types import Array
-from kfac_engine.backend.channel_groups import Accumulation, scale
+from kfac_engine.backend.channel_groups import scale
 from kfac_engine.backend.cpu import blas
+from kfac_engine.backend.protocol import Accumulation
 from kfac_engine.backend.threads import Workers, single_threaded_blas
 
 # Number of multiplications in half a millisecond, and in the time that another thread takes to

@@ -14,7 +14,6 @@ import numpy.typing as npt
 
 from kfac_engine._types import Array
 from kfac_engine.backend import channel_groups, patch_sums
-from kfac_engine.backend.channel_groups import Accumulation
 from kfac_engine.backend.cpu.reductions import summed_in
 from kfac_engine.backend.cuda.device import CupyDevice
 from kfac_engine.backend.cuda.gram import GroupProducts, PatchMoments, as_entry_images, merge_axes
@@ -23,6 +22,7 @@ from kfac_engine.backend.cuda.many_arrays import CupyManyArrays
 from kfac_engine.backend.cuda.matrix_batches import MOST_COPIES
 from kfac_engine.backend.cuda.reads import DeviceReads
 from kfac_engine.backend.namespace import readable
+from kfac_engine.backend.protocol import SUM, Accumulation
 from kfac_engine.backend.threads import Task
 from kfac_engine.backend.window import Window, pointwise
 from kfac_engine.errors import ShapeError
@@ -126,46 +126,28 @@ class CupyBackend:
         return product
 
     def second_moment(
-        self,
-        x: Array,
-        out: Array,
-        *,
-        feature_axis: int = -1,
-        homogeneous: bool = False,
-        alpha: float = 1.0,
-        beta: float = 0.0,
+        self, x: Array, out: Array, how: Accumulation = SUM, *, feature_axis: int = -1
     ) -> None:
         axis = feature_axis % x.ndim
-        self._check_out(out, x.shape[axis] + homogeneous)
+        self._check_out(out, x.shape[axis] + how.homogeneous)
         is_single = out.dtype == np.float32 and x.dtype != np.float64
         # The kernels read images in place; without tensor cores, cuBLAS multiplies rows faster.
         if is_single and (axis != x.ndim - 1 or self._moments.products):
             images = _as_images(x, axis)
-            window = pointwise(images.ndim - 2)
-            self.patch_second_moment(
-                images, window, out, homogeneous=homogeneous, alpha=alpha, beta=beta
-            )
+            self.patch_second_moment(images, pointwise(images.ndim - 2), out, how)
             return
         rows = self.xp.moveaxis(x, axis, -1).reshape(-1, x.shape[axis])
-        self._add_rows(rows, out, Accumulation(homogeneous, alpha, beta))
+        self._add_rows(rows, out, how)
 
     def mirror(self, moment: Array) -> None:
         # Kernels write both triangles; a caller that mirrors a moment reads it next.
         self._moments.settle(moment)
 
     def patch_second_moment(
-        self,
-        x: Array,
-        window: Window,
-        out: Array,
-        *,
-        homogeneous: bool = False,
-        alpha: float = 1.0,
-        beta: float = 0.0,
+        self, x: Array, window: Window, out: Array, how: Accumulation = SUM
     ) -> None:
         self._fit_scratch()
-        how, is_single = Accumulation(homogeneous, alpha, beta), out.dtype == np.float32
-        is_single &= x.dtype != np.float64
+        is_single = out.dtype == np.float32 and x.dtype != np.float64
         if out.ndim == 3 and is_single:
             self._groups.add_moments(x, window, out, how)
             return
@@ -177,7 +159,7 @@ class CupyBackend:
             return
         # In double precision, the patches of a few images at a time are copied.
         features = window.taps * x.shape[1]
-        self._check_out(out, features + homogeneous)
+        self._check_out(out, features + how.homogeneous)
         positions = prod(window.output_shape(x.shape[2:]))
         step = max(1, self.scratch_bytes // (8 * features * positions))
         for start in range(0, len(x), step):
@@ -203,18 +185,9 @@ class CupyBackend:
         self._moments.add_squares(x, window, out, alpha=alpha, beta=beta)
 
     def squared_gradients(
-        self,
-        x: Array,
-        window: Window,
-        ds: Array,
-        out: Array,
-        *,
-        homogeneous: bool = False,
-        alpha: float = 1.0,
-        beta: float = 0.0,
+        self, x: Array, window: Window, ds: Array, out: Array, how: Accumulation = SUM
     ) -> None:
         self._fit_scratch()
-        how = Accumulation(homogeneous, alpha, beta)
         # For examples with a single row, cuBLAS computes products of matrices.
         if out.dtype != np.float32 or prod(ds.shape[2:]) == 1 or _is_double(x, ds):
             channel_groups.squared_gradients(self, x, window, ds, out, how)

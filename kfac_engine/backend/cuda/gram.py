@@ -7,9 +7,10 @@ from math import prod
 from types import MappingProxyType
 
 from kfac_engine._types import Array
-from kfac_engine.backend.channel_groups import Accumulation, check_group_shape
+from kfac_engine.backend.channel_groups import check_group_shape
 from kfac_engine.backend.cuda.moment_groups import MomentGroups
 from kfac_engine.backend.cuda.recipes import MOST_POSITIONS, image_geometry
+from kfac_engine.backend.protocol import Accumulation
 from kfac_engine.backend.window import Window, pointwise
 from kfac_engine.errors import ShapeError
 from kfac_engine.kernels.geometry import AXES, Geometry

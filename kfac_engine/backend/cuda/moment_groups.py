@@ -14,9 +14,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kfac_engine._types import Array
-from kfac_engine.backend.channel_groups import Accumulation
 from kfac_engine.backend.cuda import recipes
 from kfac_engine.backend.cuda.recipes import MOST_POSITIONS, Product, Recipe, Terms, image_geometry
+from kfac_engine.backend.protocol import Accumulation
 from kfac_engine.backend.window import Window, pointwise
 from kfac_engine.kernels.geometry import AXES, JOB, SUM, Geometry, Struct, grid_struct, words
 from kfac_engine.kernels.launch import Device

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 from kfac_engine._types import Array, Values
-from kfac_engine.backend.protocol import Backend
+from kfac_engine.backend.protocol import Accumulation, Backend
 from kfac_engine.curvature.config import CollectionConfig
 from kfac_engine.curvature.factors.average import MovingAverage
 from kfac_engine.curvature.factors.base import FisherFactor
@@ -73,9 +73,8 @@ class RotatedSquare(LayerSquare):
             if self.homogeneous:
                 x += u_in[-1]
             g = backend.matmul(self.output_view.rows(ds[start : start + step], backend), u_out)
-            backend.squared_gradients(
-                *rows_as_images(x), g.swapaxes(1, 2), out[None], alpha=scale, beta=1.0
-            )
+            how = Accumulation(alpha=scale, beta=1.0)
+            backend.squared_gradients(*rows_as_images(x), g.swapaxes(1, 2), out[None], how)
 
 
 class EigenbasisFactor(DiagonalFactor):

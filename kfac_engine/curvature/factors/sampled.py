@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kfac_engine._types import Array, Values
-from kfac_engine.backend.protocol import Backend
+from kfac_engine.backend.protocol import Accumulation, Backend
 from kfac_engine.curvature.config import CollectionConfig
 from kfac_engine.curvature.factors.dense import DenseSquareMatrixFactor
 from kfac_engine.curvature.factors.statistics import KroneckerMoment, at_least, scale
@@ -121,9 +121,9 @@ class SampledMoment(KroneckerMoment):
         self, out: Array, array: Array, rows: Array | None, backend: Backend, alpha: float
     ) -> None:
         array = at_least(out.dtype, array)
-        options = {"homogeneous": self.homogeneous, "alpha": alpha, "beta": 1.0}
+        how = Accumulation(self.homogeneous, alpha, 1.0)
         if rows is None:
-            self.view.second_moment(array, out, backend, **options)  # type: ignore[arg-type] # as named
+            self.view.second_moment(array, out, backend, how)
             return
         positions = self.view.count(array.shape) // len(array)
         width = self.view.width(array.shape)
@@ -134,7 +134,7 @@ class SampledMoment(KroneckerMoment):
             if low < high:
                 patches = self.view.rows(array[start : start + step], backend)
                 chosen = patches.reshape(-1, width)[rows[low:high] - start * positions]
-                backend.second_moment(chosen, out, **options)  # type: ignore[arg-type] # as named
+                backend.second_moment(chosen, out, how)
 
 
 class SampledFactor(DenseSquareMatrixFactor):

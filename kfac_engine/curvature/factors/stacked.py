@@ -7,7 +7,7 @@ import numpy as np
 
 from kfac_engine._types import Array, Values
 from kfac_engine.backend.namespace import recordable
-from kfac_engine.backend.protocol import Backend
+from kfac_engine.backend.protocol import Accumulation, Backend
 from kfac_engine.backend.window import Window
 from kfac_engine.curvature.factors.dense import (
     CHOLESKY,
@@ -44,14 +44,8 @@ class GroupedMoment(KroneckerMoment):
         rows = sum(self.view.count(x.shape) for x in arrays)
         for x in arrays:
             images, window = group_images(self.view, x, backend, self.groups, self.taps)
-            backend.patch_second_moment(
-                at_least(out.dtype, images),
-                window,
-                out,
-                homogeneous=self.homogeneous,
-                alpha=alpha / rows,
-                beta=beta,
-            )
+            how = Accumulation(self.homogeneous, alpha / rows, beta)
+            backend.patch_second_moment(at_least(out.dtype, images), window, out, how)
             beta = 1.0
 
     def _add_rows(
@@ -85,9 +79,7 @@ class GroupedSquare(LayerSquare):
     def _add_squares(self, out: Array, a: Array, ds: Array, backend: Backend, scale: float) -> None:
         x, window = group_images(self.input_view, a, backend, self.groups, self.taps)
         g, _ = group_images(self.output_view, ds, backend, self.groups, 1)
-        backend.squared_gradients(
-            x, window, g, out, homogeneous=self.homogeneous, alpha=scale, beta=1.0
-        )
+        backend.squared_gradients(x, window, g, out, Accumulation(self.homogeneous, scale, 1.0))
 
 
 class StackedSquareFactor(DenseSquareMatrixFactor):

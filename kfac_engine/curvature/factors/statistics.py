@@ -16,7 +16,7 @@ import numpy as np
 from kfac_engine._types import Array, DType, Values
 from kfac_engine.backend.namespace import is_recorded, recordable
 from kfac_engine.backend.patch_sums import row_sums
-from kfac_engine.backend.protocol import Backend
+from kfac_engine.backend.protocol import Accumulation, Backend
 from kfac_engine.errors import InputError, ShapeError, UnknownNameError, UnsupportedError
 from kfac_engine.layers.layer_forms import BroadcastShape, entries, per_example
 from kfac_engine.layers.views import View, examples, folded_shape, rows_per_example
@@ -242,14 +242,8 @@ class KroneckerMoment(Statistic):
         # multiplies by the number of positions once.
         scale = alpha / sum(self.view.count(x.shape) for x in arrays)
         for x in arrays if len(arrays) == 1 else side_by_side(arrays, backend):
-            self.view.second_moment(
-                at_least(out.dtype, x),
-                out,
-                backend,
-                homogeneous=self.homogeneous,
-                alpha=scale,
-                beta=beta,
-            )
+            how = Accumulation(self.homogeneous, scale, beta)
+            self.view.second_moment(at_least(out.dtype, x), out, backend, how)
             beta = 1.0
 
     def _row_weights(self, values: Values) -> list[Array] | None:
@@ -307,7 +301,7 @@ class KroneckerMoment(Statistic):
         if is_recorded(rows):  # a file multiplies the rows in place of the larger matrix
             weights, alpha = weights * alpha, 1.0
         rows = rows * xp.sqrt(weights).astype(rows.dtype)[:, None]
-        backend.second_moment(rows, out, alpha=alpha, beta=1.0)
+        backend.second_moment(rows, out, Accumulation(alpha=alpha, beta=1.0))
 
     def _arrays(self, values: Values, backend: Backend) -> list[Array]:
         """Return the tensors, a single tensor with all uses along its first axis."""
@@ -408,9 +402,8 @@ class LayerSquare(LayerPairs):
     def _add_squares(self, out: Array, a: Array, ds: Array, backend: Backend, scale: float) -> None:
         x, window = self.input_view.images(a, backend)
         g, _ = self.output_view.images(ds, backend)
-        backend.squared_gradients(
-            x, window, g, out[None], homogeneous=self.homogeneous, alpha=scale, beta=1.0
-        )
+        how = Accumulation(self.homogeneous, scale, 1.0)
+        backend.squared_gradients(x, window, g, out[None], how)
 
 
 def the_same(what: str, measured: Mapping[Name, Measure]) -> Measure:
@@ -479,7 +472,7 @@ class ReducedMoment(KroneckerMoment):
             return
         for x in arrays:
             rows, share = self._reduced(x, out.dtype, backend), alpha / len(x)
-            backend.second_moment(rows, out, homogeneous=self.homogeneous, alpha=share, beta=beta)
+            backend.second_moment(rows, out, Accumulation(self.homogeneous, share, beta))
             beta = 1.0
 
     def weighted_rows(self, values: Values) -> float | None:
@@ -604,7 +597,7 @@ class GradientOuter(GradientSquare):
     def _add_square(
         self, out: Array, g: Array, backend: Backend, alpha: float, beta: float
     ) -> None:
-        backend.second_moment(g[None], out, alpha=alpha, beta=beta)
+        backend.second_moment(g[None], out, Accumulation(alpha=alpha, beta=beta))
 
 
 # -- parameters that scale and shift the data ------------------------------------------------------
@@ -670,7 +663,8 @@ class ScaleShiftMoment(LayerPairs):
         self, out: Array, values: Values, backend: Backend, alpha: float, beta: float
     ) -> None:
         v = self._gradients(out, values, backend)
-        backend.second_moment(v, out, alpha=alpha / self._count(v, values), beta=beta)
+        share = alpha / self._count(v, values)
+        backend.second_moment(v, out, Accumulation(alpha=share, beta=beta))
 
     def _count(self, v: Array, values: Values) -> int:
         """Return the number of examples; those without a gradient are not in ``v``."""

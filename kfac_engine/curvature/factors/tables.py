@@ -27,7 +27,7 @@ from typing import ClassVar, overload
 import numpy as np
 
 from kfac_engine._types import Array, Rows, Values
-from kfac_engine.backend.protocol import Backend
+from kfac_engine.backend.protocol import Accumulation, Backend
 from kfac_engine.curvature.config import CollectionConfig
 from kfac_engine.curvature.factors.diagonal import DiagonalFactor
 from kfac_engine.curvature.factors.refresh import Damping
@@ -204,7 +204,7 @@ class TableFeatures(TableRows):
         self._add_moment(out, norms[:, None] * features, backend, share)
 
     def _add_moment(self, out: Array, rows: Array, backend: Backend, share: float) -> None:
-        backend.second_moment(rows, out, alpha=share, beta=1.0)
+        backend.second_moment(rows, out, Accumulation(alpha=share, beta=1.0))
 
 
 @dataclass(frozen=True, slots=True)

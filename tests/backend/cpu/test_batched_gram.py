@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from kfac_engine.backend.channel_groups import Accumulation
 from kfac_engine.backend.cpu.gram import add_batched_gram, as_gram_stack
+from kfac_engine.backend.protocol import Accumulation
 from kfac_engine.backend.threads import Workers
 from tests.backend import truths
 

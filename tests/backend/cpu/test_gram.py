@@ -9,6 +9,7 @@ import pytest
 
 from kfac_engine.backend.cpu.backend import NumpyBackend
 from kfac_engine.backend.cpu.gram import matrices, mirror
+from kfac_engine.backend.protocol import Accumulation
 from kfac_engine.errors import ShapeError
 from tests.backend import truths
 from tests.comparing import assert_near
@@ -62,9 +63,9 @@ def rows_of(x, axis):
     )
 
 
-def second_moment(x, out, *, scratch_bytes=64 << 20, **options):
+def second_moment(x, out, *, scratch_bytes=64 << 20, feature_axis=-1, **options):
     backend = NumpyBackend(scratch_bytes=scratch_bytes)
-    backend.second_moment(x, out, **options)
+    backend.second_moment(x, out, Accumulation(**options), feature_axis=feature_axis)
     backend.mirror(out)
 
 
@@ -136,7 +137,7 @@ def test_large_gram_matrix_of_threads_equals_definition(shape, axis, threads):
     backend = NumpyBackend(threads=threads)
     # Memory that is used again holds what must not be read.
     np.full(expected.shape, np.nan, np.float32)
-    backend.second_moment(x, out, feature_axis=axis, homogeneous=True, beta=0.5)
+    backend.second_moment(x, out, Accumulation(True, beta=0.5), feature_axis=axis)
     backend.mirror(out)
     assert_near(out, expected, SINGLE_ROUNDING)
 
@@ -188,7 +189,8 @@ def test_copies_of_parallel_tasks_are_within_scratch_bytes():
     x = np.ones((40, 20, 20, 50), np.float16)[:, ::2, :, ::2]
     outs = [np.zeros((26, 26)) for _ in range(8)]
     tracemalloc.start()
-    backend.workers.run([partial(backend.second_moment, x, out, homogeneous=True) for out in outs])
+    how = Accumulation(homogeneous=True)
+    backend.workers.run([partial(backend.second_moment, x, out, how) for out in outs])
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     # The ones of each, which sum a block of rows, and small objects come on top.

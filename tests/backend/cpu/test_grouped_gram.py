@@ -11,6 +11,7 @@ from kfac_engine.backend.cpu import grouped_gram, patch_gram
 from kfac_engine.backend.cpu.backend import NumpyBackend
 from kfac_engine.backend.cpu.grouped_gram import CACHE_BYTES
 from kfac_engine.backend.kernel_offsets import line_products
+from kfac_engine.backend.protocol import Accumulation
 from kfac_engine.backend.window import Window, pointwise
 from tests import models
 from tests.backend import truths
@@ -36,7 +37,7 @@ def bordered(x, window, groups):
 
 def add_moments(x, window, out, *, scratch_bytes=64 << 20, threads=None, **options):
     backend = NumpyBackend(scratch_bytes=scratch_bytes, threads=threads)
-    backend.patch_second_moment(x, window, out, **options)
+    backend.patch_second_moment(x, window, out, Accumulation(**options))
     backend.mirror(out)
 
 
@@ -126,7 +127,7 @@ def test_squared_gradients_of_threads_equal_definition(scratch_bytes, beta, homo
     new = (gradients**2).sum(axis=0)[None]
     out = np.full(new.shape, np.nan if beta == 0 else 2.0)
     backend = NumpyBackend(scratch_bytes=scratch_bytes, threads=3)
-    backend.squared_gradients(x, SAME, ds, out, homogeneous=homogeneous, alpha=0.3, beta=beta)
+    backend.squared_gradients(x, SAME, ds, out, Accumulation(homogeneous, 0.3, beta))
     assert_near(out, 2.0 * beta + 0.3 * new, ROUNDING)
 
 

@@ -6,11 +6,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from kfac_engine.backend.channel_groups import Accumulation
 from kfac_engine.backend.cpu import shifted_gram
 from kfac_engine.backend.cpu.backend import NumpyBackend
 from kfac_engine.backend.cpu.patch_gram import _ALGORITHMS, Images, select_algorithm
 from kfac_engine.backend.cpu.shifted_gram import Resources, add_shifted_gram, scratch_numbers
+from kfac_engine.backend.protocol import Accumulation
 from kfac_engine.backend.threads import Workers
 from kfac_engine.backend.window import Window
 from kfac_engine.errors import ShapeError
@@ -59,7 +59,7 @@ def symmetric(side, seed=9):
 
 def second_moment(x, window, out, *, scratch_bytes=64 << 20, **options):
     backend = NumpyBackend(scratch_bytes=scratch_bytes)
-    backend.patch_second_moment(x, window, out, **options)
+    backend.patch_second_moment(x, window, out, Accumulation(**options))
     backend.mirror(out)
 
 
@@ -210,7 +210,7 @@ def test_scratch_memory_is_within_scratch_bytes(name):
         case.window, seen(case), 1 << 30, 2
     )  # geometry, which is kept, is no working memory
     tracemalloc.start()
-    backend.patch_second_moment(x, case.window, out, homogeneous=True)
+    backend.patch_second_moment(x, case.window, out, Accumulation(homogeneous=True))
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     backend.mirror(out)
@@ -279,4 +279,4 @@ WRONG = {
 def test_wrong_shapes_raise_error(shape, out, message):
     window = Window((3, 3), (1, 1), (1, 1), (0, 1), (0, 1))
     with pytest.raises(ShapeError, match=message):
-        NumpyBackend().patch_second_moment(np.zeros(shape), window, out, homogeneous=True)
+        NumpyBackend().patch_second_moment(np.zeros(shape), window, out, Accumulation(True))

@@ -10,7 +10,7 @@ from kfac_engine.backend.cpu.backend import NumpyBackend
 from kfac_engine.backend.cpu.linear_algebra import NumpyLinearAlgebra
 from kfac_engine.backend.cuda.backend import CupyBackend
 from kfac_engine.backend.cuda.linear_algebra import CupyLinearAlgebra
-from kfac_engine.backend.protocol import Backend, LinearAlgebra
+from kfac_engine.backend.protocol import Accumulation, Backend, LinearAlgebra
 from kfac_engine.backend.window import Window
 from kfac_engine.errors import InputError, NonFiniteError, ShapeError
 from tests.backend import cupy_standin
@@ -74,9 +74,9 @@ def test_second_moment_equals_numpy_backend(backend, shape, axis, homogeneous, b
     x = np.random.default_rng(0).normal(size=shape).astype(dtype)
     wanted = spd(shape[axis] + homogeneous, dtype)
     found = backend.asarray(wanted if beta else np.full_like(wanted, np.nan)).copy()
-    options = {"feature_axis": axis, "homogeneous": homogeneous, "alpha": 0.3, "beta": beta}
-    NUMPY.second_moment(x, wanted, **options)
-    backend.second_moment(backend.asarray(x), found, **options)
+    how = Accumulation(homogeneous, 0.3, beta)
+    NUMPY.second_moment(x, wanted, how, feature_axis=axis)
+    backend.second_moment(backend.asarray(x), found, how, feature_axis=axis)
     equal(backend, found, whole(wanted), TOLERANCE[dtype])
 
 
@@ -97,9 +97,9 @@ def test_patch_moments_equal_numpy_backend(backend, case, dtype):
     kept = np.float64 if dtype == np.float64 else np.float32
     wanted = spd(case.window.taps * case.channels + 1, kept)
     found = backend.asarray(wanted).copy()
-    options = {"homogeneous": True, "alpha": 0.3, "beta": 0.5}
-    NUMPY.patch_second_moment(x, case.window, wanted, **options)
-    backend.patch_second_moment(backend.asarray(x), case.window, found, **options)
+    how = Accumulation(True, 0.3, 0.5)
+    NUMPY.patch_second_moment(x, case.window, wanted, how)
+    backend.patch_second_moment(backend.asarray(x), case.window, found, how)
     equal(backend, found, whole(wanted), TOLERANCE[kept])
 
 
@@ -173,7 +173,7 @@ def test_second_moment_copies_nothing_to_host(monkeypatch):
     window = Window((3, 3), (1, 1), (1, 1), (1, 1), (1, 1))
     cupy_standin.COUNTS.clear()
     for _ in range(3):
-        backend.patch_second_moment(x, window, out, homogeneous=True, beta=0.5)
+        backend.patch_second_moment(x, window, out, Accumulation(True, beta=0.5))
     assert cupy_standin.COUNTS["downloads"] == cupy_standin.COUNTS["reads"] == 0
     # Four arrays of the plan, once; for each call, tables of addresses for products and bias rows.
     assert cupy_standin.COUNTS["uploads"] == 4 + 3 * 2

@@ -9,6 +9,7 @@ import pytest
 
 import kfac_engine as ke
 from kfac_engine.__main__ import main
+from kfac_engine.backend.protocol import Accumulation
 from kfac_engine.curvature.approximations import KINDS, Approximation
 from kfac_engine.curvature.blocks.single import SingleFactorFB
 from kfac_engine.curvature.factors.dense import DenseSquareMatrixFactor
@@ -48,7 +49,7 @@ class WholeMoment(LayerPairs):
         if self.form.packing.has_bias:
             parts.append(ds.sum(axis=1))
         v = np.concatenate([part.reshape(len(ds), -1) for part in parts], axis=1)
-        backend.second_moment(v, out, alpha=alpha / len(v), beta=beta)
+        backend.second_moment(v, out, Accumulation(alpha=alpha / len(v), beta=beta))
 
 
 class WholeLayerFB(SingleFactorFB):
