@@ -45,20 +45,13 @@ class NodeBuilder:
         return self.write(op, inputs, (result,), attributes, domain)[0]
 
     def multi(
-        self,
-        op: str,
-        inputs: Sequence[str],
-        results: Sequence[str],
-        *,
-        domain: str = "",
-        **attributes: AttributeValue,
+        self, op: str, inputs: Sequence[str], results: Sequence[str], **attributes: AttributeValue
     ) -> tuple[str, ...]:
         """Add a node with several results; return the names of the results.
 
-        ``""`` stands for an omitted operand, for a new name of a result, and for the standard
-        domain.
+        ``""`` stands for an omitted operand and for a new name of a result.
         """
-        return self.write(op, inputs, results, attributes, domain)
+        return self.write(op, inputs, results, attributes)
 
     def write(
         self,
