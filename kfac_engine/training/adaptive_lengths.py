@@ -50,6 +50,7 @@ from kfac_engine.training.vectors import (
     Vector,
     Zeros,
     block_of,
+    by_name,
     combine,
     combine_all,
     groups,
@@ -366,8 +367,7 @@ class AdaptiveLengthUpdate(Update):
         for names in self.together.by_adam:
             value, mean = grouped.get(names) or (joined(gradients, names), joined(averages, names))
             self._by_adam(names, value, mean, joined(parameters, names), step)
-            if len(names) > 1:
-                gradients |= views_of(value, {name: gradients[name] for name in names})
+            gradients |= by_name(value, names, gradients)
         values = self.units.join(gradients, step.parameters)
         return self._shifted(values, turn.corrections) if turn.corrections else values
 
@@ -478,9 +478,7 @@ class AdaptiveLengthUpdate(Update):
         """Write ``measured``."""
         self.measured.clear()
         for names, numbers in squares.items():
-            slopes = {name: step.slots["slope"][name] for name in names}
-            of_names = views_of(numbers, slopes) if names[1:] else {names[0]: numbers}
-            for name, square in of_names.items():
+            for name, square in by_name(numbers, names, step.slots["slope"]).items():
                 direction = descent.natural[name]
                 wide = direction is descent.active[name] and self.widths[name] > _NARROW
                 if wide and type(direction) is np.ndarray:
@@ -572,8 +570,7 @@ class AdaptiveLengthUpdate(Update):
         for names, products in turn.last.items():
             if not {*wide}.isdisjoint(names):
                 along = products + block_of(step.slots["slope"], names)
-                slopes = {name: step.slots["slope"][name] for name in names}
-                sums |= views_of(along, slopes) if names[1:] else {names[0]: along}
+                sums |= by_name(along, names, step.slots["slope"])
         due = dict.fromkeys(self.widths, turn.onward)
         for name in wide:
             always: Any = self._rows(name, step.examples) >= self.widths[name]
@@ -673,8 +670,7 @@ class AdaptiveLengthUpdate(Update):
                 continue
             mean = np.empty_like(block_of(old, names)) if in_place else block_of(new, names)
             averages.append((mean, decay, block_of(old, names), 1 - decay, gradient))
-            like = {name: old[name] for name in names}
-            ahead |= views_of(mean, like) if names[1:] else {names[0]: mean}
+            ahead |= by_name(mean, names, old)
         combine_all(averages, self._many(joint.values()))
         return ahead
 

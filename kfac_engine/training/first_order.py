@@ -32,12 +32,12 @@ from kfac_engine.training.vectors import (
     Zeros,
     add_multiple,
     block_of,
+    by_name,
     combine,
     dot,
     groups,
     joined,
     parts,
-    views_of,
 )
 
 # A step whose entries and terms stay below these numbers cannot overflow: the square of the largest
@@ -157,8 +157,7 @@ class _FirstOrder(Optimizer):
                 direction = rule(g, old, new, steps + 1)
                 # The gradient is not needed any more: its memory receives the new value.
                 combine(g, -step, direction, shrunk, value)
-            if len(names) > 1:
-                gradients |= views_of(gradient, {name: values[name] for name in names})
+            gradients |= by_name(gradient, names, values)
         return units.join(gradients, parameters)
 
 

@@ -143,6 +143,13 @@ def joined(vector: Vector, names: Sequence[str]) -> Array:
     return entries
 
 
+def by_name(entries: Array, names: Sequence[str], like: Vector) -> dict[str, Array]:
+    """Return the arrays that ``joined`` joins, as views in the shapes of ``like``."""
+    if len(names) == 1:
+        return {names[0]: entries}
+    return views_of(entries, {name: like[name] for name in names})
+
+
 def block_of(state: Vector, names: tuple[str, ...]) -> Array:
     """Return the entries of state arrays as a view with one axis; the array itself for one name."""
     if len(names) == 1:
