@@ -1,5 +1,6 @@
 """The suite ``build``: its networks are those they are named after, its chains grow."""
 
+import numpy as np
 import pytest
 from rich.console import Console
 
@@ -7,6 +8,7 @@ from kfac_engine.bench import build
 from kfac_engine.bench.networks import NETWORKS
 from kfac_engine.graph.analysis.trainable import trainable_parameters
 from kfac_engine.graph.load import load_graph
+from tests import models
 from tests.nightly import nightly_but
 
 # As published: torchvision's ResNet-50 (25,557,032), and BERT-base without token types (two rows
@@ -34,3 +36,13 @@ def test_exponents_of_builds_stand_beside_the_expected_ones(power, monkeypatch, 
     # 1000 nodes in 1 s are 1000 µs each, in 1000 s a million.
     assert line[:4] == ["1000", f"{10 ** (3 * power - 3)}.00", f"{10 ** (3 * power)}", "5"]
     assert ("!" in line) == (power == 2)
+
+
+def test_stages_are_timed_for_every_round(monkeypatch):
+    clock = iter(np.cumsum([0, 1, 2, 4, 5, 3, 9, 3, 6, 8, 8, 9]).astype(float))
+    monkeypatch.setattr("kfac_engine.bench.build.perf_counter", lambda: next(clock))
+    data = models.mlp().SerializeToString()
+    rows = build.measure_build("mlp", lambda: data, rounds=2)
+    assert [row.network for row in rows] == ["mlp"] * 4
+    # Rounds take 1, 2, 4, 5 − 3 and 3, 6, 8, 8 − 9 (never less than nothing).
+    assert [row.seconds.median for row in rows] == [2, 4, 6, 1]

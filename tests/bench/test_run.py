@@ -13,7 +13,7 @@ from kfac_engine.bench.processes import running
 from kfac_engine.bench.resource_usage import Usage
 from kfac_engine.bench.roofline import Roofline
 from kfac_engine.curvature.schedule import Planner, Schedule, Work
-from kfac_engine.errors import BackendError
+from kfac_engine.errors import BackendError, UnknownNameError
 
 CEILING = Roofline(threads=1, multiplications=1e9, copied_bytes=1e9)
 SLOW = Roofline(threads=1, multiplications=7e8, copied_bytes=2e9)
@@ -227,3 +227,9 @@ def test_a_job_that_fails_does_not_stop_the_others(small_run, tmp_path, capsys, 
     assert "other: skipped" in capsys.readouterr().out
     suites = json.loads(path.read_text())["suites"]
     assert [len(rows) for rows in (suites["small"], suites["other"])] == [2, 2]
+
+
+def test_unknown_suites_list_the_known_ones():
+    expected = "build, conv, dense, gpu, inverse, memory, models, power, precondition, scaling"
+    with pytest.raises(UnknownNameError, match=f"choose one of: {expected}"):
+        run.run_suites(["cloud"])

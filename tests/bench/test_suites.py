@@ -23,3 +23,11 @@ def test_points_of_an_axis_share_their_exponents(monkeypatch, capsys):
     printed = capsys.readouterr().out
     assert "size^2.00, at most 0.5 !" in printed
     assert "size^1.00, at most 1 " in printed
+
+
+@pytest.mark.parametrize("side", [0, 4], ids=["dense", "convolutions"])
+def test_steps_of_a_shape_are_timed(side):
+    shape = {"batch": 3, "width": 4, "classes": 2, "layers": 2, "side": side}
+    found = scaling.take_steps(shape, threads=1, rounds=2)
+    assert len(found.times) == 2
+    assert min(found.times) > 0

@@ -100,3 +100,10 @@ def test_a_run_has_a_process_of_its_own():
     assert outcome.steps > 0
     assert outcome.cpu >= 0.02
     assert outcome.curve[-1].accuracy is not None
+
+
+def test_a_picture_is_drawn_for_each_task(tmp_path):
+    pytest.importorskip("matplotlib")
+    execute(Recorder(), tmp_path, tmp_path, tasks=["digits", "function"])
+    for task in ("digits", "function"):
+        assert (tmp_path / f"train-{task}.png").read_bytes().startswith(b"\x89PNG")
