@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from math import inf
 from numbers import Real
 from operator import add, mul, sub, truediv
 from types import MappingProxyType
@@ -49,6 +50,9 @@ class RelativeDamping(float):
     __array_priority__ = 1.0  # scalars of NumPy leave their operators to this class
     # What is added to ε for single blocks, by their ``params``; arithmetic leaves it out.
     more: Mapping[Any, float] = MappingProxyType({})
+    # Number of examples of an update of the statistics, from which the averages of inputs shrink
+    # (``DenseSquareMatrixFactor.shrinkage``); infinite for no shrinkage. Arithmetic leaves it out.
+    examples: float = inf
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({float(self)!r})"
@@ -59,12 +63,14 @@ class RelativeDamping(float):
 
     def of_block(self, params: Any) -> "RelativeDamping":
         """Return the damping of the block with these parameters."""
-        return RelativeDamping(self + self.more[params]) if params in self.more else self
+        if params not in self.more:
+            return self
+        return RelativeDamping(self + self.more[params]).with_more({}, self.examples)
 
-    def with_more(self, more: Mapping[Any, float]) -> "RelativeDamping":
-        """Return this damping with additions for single blocks, by their ``params``."""
+    def with_more(self, more: Mapping[Any, float], examples: float) -> "RelativeDamping":
+        """Return this damping with additions for single blocks, and ``examples``."""
         result = RelativeDamping(self)
-        result.more = more
+        result.more, result.examples = more, examples
         return result
 
     def __mul__(self, other: Any) -> Any:

@@ -33,6 +33,11 @@ class PartialBatch:
         self._engine, self._part = engine, part
         self._axes = engine.example_axes
 
+    @property
+    def share(self) -> float:
+        """The share of the examples that are chosen; 1 for a model that needs whole batches."""
+        return self._part if not self._axes.obstacle or self._axes.fixed_size == 1 else 1.0
+
     def __call__(self, step: int, batch: Sequence[Batch]) -> tuple[Sequence[Batch], int | None]:
         """Return the chosen examples, and the number of examples of the whole batch.
 
@@ -47,7 +52,7 @@ class PartialBatch:
             The parts with chosen examples, and the number; None as the number if all are chosen.
         """
         divides = not self._axes.obstacle
-        if self._part == 1 or not (divides or self._axes.fixed_size == 1):
+        if self.share == 1:
             return batch, None
         passes = self._engine.passes
         counts = [sizes[passes.agreement.rank] for sizes in passes.part_sizes]
@@ -157,6 +162,11 @@ class CurvatureUpdates:
         self._names = engine.factors.refresh_names()
         self._part = PartialBatch(engine, part)
         self._latest = DueUpdates(0, statistics=False, inverses=False, bound=1)
+
+    @property
+    def share(self) -> float:
+        """The share of the examples whose statistics are computed."""
+        return self._part.share
 
     def due(self, step: int, examples: int) -> DueUpdates:
         """Return the updates of a step; ``examples`` is the batch size over all processes."""

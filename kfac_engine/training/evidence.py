@@ -99,7 +99,7 @@ class ShrinkageByEvidence:
     blocks: Mapping[str, FisherBlock] = field(default_factory=dict)
     # Whether fewer than 1,024 rows count: those of squared errors, whose noise is measured.
     few: bool = False
-    damps: bool = False  # whether noise damps the blocks
+    damps: bool = False  # whether noise and few rows of statistics damp the blocks
 
     def start(self) -> Evidence:
         """Return the evidence before the first step."""
@@ -149,11 +149,11 @@ class ShrinkageByEvidence:
         due = int(_GROWTH * step) + 1
         return evidence._replace(due=due, precisions=precisions, dampings=dampings)
 
-    def damping(self, value: float, evidence: Evidence) -> RelativeDamping:
-        """Return a relative damping with that of the noise."""
+    def damping(self, value: float, evidence: Evidence, examples: float) -> RelativeDamping:
+        """Return a relative damping with that of the noise, for statistics of ``examples``."""
         pairs = zip(self.blocks.values(), evidence.dampings, strict=True)
         more = {block.params: evidence.residual * damping for block, damping in pairs}
-        return RelativeDamping(value).with_more(more)
+        return RelativeDamping(value).with_more(more, examples)
 
     def strengths(self, evidence: Evidence) -> dict[str, float]:
         """Return the multiple of each weight that its gradient receives."""

@@ -252,7 +252,9 @@ class KfacOptimizer(Optimizer):
         self._exact = _exact_rules(engine, l2) if may_be_exact else ()
         self._decay_follows = decays is None  # the examples that come again
         self._shrinkage = _shrinkage(
-            engine, None if decays is not None or adaptation else self._auto, damps=damping is None
+            engine,
+            None if decays is not None or adaptation else self._auto,
+            damps=rule == AUTO and damping is None and adaptation is None,
         )
         schedule = Schedule(statistics_every, refresh_every)
         # Adam updates the parameters without a layer, unless a change is predicted.
@@ -346,7 +348,6 @@ class KfacOptimizer(Optimizer):
             bound = None
         if self.engine.damping is not self._of_engine:  # another optimizer has set it
             self.damping = self._damping
-        self._damp(basis.evidence, undo)
         powers, backend = features.sums, self.engine.collection.backend
         facts = BatchFacts(
             basis.loss,
@@ -362,7 +363,7 @@ class KfacOptimizer(Optimizer):
         with backend.shared_reads():
             complete = self._rule.update.begin(step)
             if self._rule.measures:
-                self._update_curvature(step, undo, bound)
+                self._update_curvature(step, basis, undo, bound)
         move = complete()
         if self._exact:
             move = self._judged(move, basis.repeated)
@@ -382,17 +383,17 @@ class KfacOptimizer(Optimizer):
         )
         return Proposal(move.values, step.new_slots, report)
 
-    def _damp(self, evidence: Evidence, undo: Undo) -> None:
-        """Set the damping of blocks whose noise has been measured."""
-        if self._rule is self._given and any(evidence.dampings):
-            damping, before = self._shrinkage.damping(self._damping, evidence), self._of_engine
+    def _damp(self, evidence: Evidence, examples: float, undo: Undo) -> None:
+        """Set the damping of blocks by their noise, and by the few examples of statistics."""
+        damping = self._shrinkage.damping(self._damping, evidence, examples)
+        before = self._of_engine
 
-            def restore() -> None:
-                self._of_engine = self.engine.damping = before
+        def restore() -> None:
+            self._of_engine = self.engine.damping = before
 
-            if getattr(before, "more", None) != damping.more:
-                undo.add(restore)
-                self._of_engine = self.engine.damping = damping
+        if vars(before) != vars(damping):
+            undo.add(restore)
+            self._of_engine = self.engine.damping = damping
 
     def _add_penalties(self, gradients: dict[str, Array], values: Vector, basis: Basis) -> bool:
         """Add the gradients of the penalties to those of the loss; return whether there are any."""
@@ -445,7 +446,9 @@ class KfacOptimizer(Optimizer):
             features=facts.features,
         )
 
-    def _update_curvature(self, step: StepInputs, undo: Undo, bound: float | None) -> None:
+    def _update_curvature(
+        self, step: StepInputs, basis: Basis, undo: Undo, bound: float | None
+    ) -> None:
         """Update statistics and inverses where they are due.
 
         ``bound`` is an upper bound of the norm of the gradients, if it is known.
@@ -454,8 +457,10 @@ class KfacOptimizer(Optimizer):
         if not (due.statistics or due.inverses):
             return
         undo.protect(step.gradients, -1.0, inf if step.rate > _LARGE_RATE else bound)
-        rare = due.statistics and rule is self._given and self.measures_whole(self._slots)
-        whole = rule.whole or bool(rare)
+        whole = rule.whole or (rule is self._given and bool(self.measures_whole(self._slots)))
+        if self.shrinks_inputs and rule is self._given:
+            share = 1.0 if whole else self._curvature.share
+            self._damp(basis.evidence, step.examples * share, undo)
         self._curvature.update(due, step.batch, step.clock, whole=whole, by_example=rule.whole)
 
     def _basis_with(
@@ -519,6 +524,11 @@ class KfacOptimizer(Optimizer):
         """
         step = self._inputs(gradients, parameters, slots, steps, scale, residuals, recorded)
         return self.recorded(recorded.repeats).moved(step, recorded.precondition, recorded.moment)
+
+    @property
+    def shrinks_inputs(self) -> bool:
+        """Whether averages of the model's inputs shrink: with ``"auto"`` and its own damping."""
+        return self._shrinkage.damps
 
     @property
     def counts_examples(self) -> bool:
@@ -774,7 +784,7 @@ def _shrinkage(
 ) -> ShrinkageByEvidence:
     """Return how the weights of an update shrink; without blocks for None."""
     if update is None:
-        return ShrinkageByEvidence()
+        return ShrinkageByEvidence(damps=damps)
     weights, blocks = update.units.weights, update.blocks
     return shrinkage_by_evidence(engine, weights, blocks, update.widths, damps=damps)
 

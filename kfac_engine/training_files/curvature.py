@@ -18,6 +18,7 @@ from kfac_engine.curvature.blocks.base import FisherBlock, uses
 from kfac_engine.curvature.blocks.kronecker import relative_level
 from kfac_engine.curvature.factors.average import MovingAverage
 from kfac_engine.curvature.factors.base import FisherFactor
+from kfac_engine.curvature.factors.dense import shrinkage
 from kfac_engine.curvature.factors.row_weights import ExampleWeights, LayerRows
 from kfac_engine.curvature.factors.statistics import rows_name
 from kfac_engine.curvature.refreshes import early_rates, least_period
@@ -38,7 +39,7 @@ from kfac_engine.recording.recorded import Recorded, Size, Symbol, Tape
 from kfac_engine.training.curvature_updates import fewest_measured
 from kfac_engine.training.feature_bounds import POWERS
 from kfac_engine.training.kfac import KfacOptimizer
-from kfac_engine.training_files.parts import EvaluationGraph, Writer, forward_nodes
+from kfac_engine.training_files.parts import EvaluationGraph, Writer, forward_nodes, number_of
 
 Values = Mapping[str, Symbol]
 _NEVER = -1
@@ -206,7 +207,9 @@ class CurvatureSteps:
 
         def fresh() -> list[Symbol]:
             functions = (partial(self._collected, each) for each in (measured, averages))
-            inverses = self._inverses(averages, tape.branch(observes, *functions))
+            examples = number_of(tape, size).astype(np.float32) * self._share(batch, state)
+            collected = tape.branch(observes, *functions)
+            inverses = self._inverses(averages, collected, new_totals[0] * examples)
             return [*inverses, *self._natural(vectors, inverses).values()]
 
         def old() -> list[Symbol]:
@@ -356,11 +359,11 @@ class CurvatureSteps:
         ``rotating_part`` chooses the same examples: for a part of ``size`` of n examples, the ones
         at which ``(i + step) · size ÷ n`` grows.
         """
-        part, axes = float(self._options["statistics_part"]), self._engine.example_axes  # type: ignore[arg-type] # a number
+        part, axes = self._share(batch, state), self._engine.example_axes
         graph, prefix, tape = batch.model.extended_graph(), batch.tape.level.prefix, batch.tape
         hidden = () if batch.visible else (n for node in graph.nodes for n in node.outputs if n)
         copied = {name: f"{prefix}{name}" for name in hidden}
-        if batch.examples is None or part == 1 or axes.obstacle:
+        if batch.examples is None or (isinstance(part, float) and part == 1):
             return replace(batch, names={**batch.names, **copied})
         n = batch.examples.number()
         share = n.astype(np.float32) * part
@@ -368,9 +371,6 @@ class CurvatureSteps:
         least = fewest_measured(self._engine)
         size = np.maximum(rounded, float(least)).astype(np.int64)
         size = size if least == 1 else np.minimum(size, n)
-        powers = state.get(f"{POWERS}/{POWERS}")
-        if powers is not None:
-            size = np.where(self._optimizer.measures_whole({POWERS: {POWERS: powers}}), n, size)
         step = step + self._later(batch, step, size, n)
         bounds = [tape.constant(0, np.int64), size.name, tape.constant(1, np.int64)]
         examples = Size(size)
@@ -382,6 +382,17 @@ class CurvatureSteps:
         moving |= {name for node in self._reads.nodes for name in node.outputs if name}
         names |= {name: f"{prefix}{name}" for name in (*moving, *batch.target_axes)}
         return replace(batch, examples=examples, names=names, selection=index, visible=True)
+
+    def _share(self, batch: EvaluationGraph, state: Values) -> Any:
+        """Return the share of the examples that statistics have, a number or a recorded one."""
+        part, axes = float(self._options["statistics_part"]), self._engine.example_axes  # type: ignore[arg-type] # a number
+        if batch.examples is None or part == 1 or axes.obstacle:
+            return 1.0
+        powers = state.get(f"{POWERS}/{POWERS}")
+        if powers is None:
+            return part
+        whole = self._optimizer.measures_whole({POWERS: {POWERS: powers}})
+        return np.where(whole, 1.0, part).astype(np.float32)
 
     def _later(self, batch: EvaluationGraph, step: Symbol, size: Symbol, n: Symbol) -> Symbol | int:
         """Return the number of steps after which the part of a step has targets that count.
@@ -503,14 +514,17 @@ class CurvatureSteps:
             stacks.append(rows.reshape(-1, d, d))
         return [*stacks, *(averages[i] for i in lines), *units]
 
-    def _inverses(self, averages: Sequence[Symbol], collected: Sequence[Symbol]) -> list[Symbol]:
+    def _inverses(
+        self, averages: Sequence[Symbol], collected: Sequence[Symbol], rows: Any
+    ) -> list[Symbol]:
         """Return the damped inverses; inverses of equal size are computed in one stack.
 
         ``collected`` is the result of ``_collected`` for averages of the shapes of ``averages``.
+        ``rows`` is the number of examples of the averages, or a number for each of them.
         """
         results, (lines, sizes), values = [*averages], _by_size(averages), iter(collected)
         for d, places in sizes.items():
-            inverses = self._inverse_stack(next(values), d, places, averages)
+            inverses = self._inverse_stack(next(values), d, places, averages, rows)
             stops = np.cumsum([averages[i].size // d for i in places])[:-1].tolist()
             for i, part in zip(places, np.split(inverses.reshape(-1, d), stops), strict=True):
                 results[i] = part.reshape(averages[i].shape)
@@ -522,19 +536,24 @@ class CurvatureSteps:
         return results
 
     def _inverse_stack(
-        self, stack: Any, d: int, places: Sequence[int], averages: Sequence[Symbol]
+        self, stack: Any, d: int, places: Sequence[int], averages: Sequence[Symbol], rows: Any
     ) -> Any:
         """Return the damped inverses of the factors ``places``, whose averages are a stack."""
         counts = [averages[i].size // d**2 for i in places]
         traces = np.trace(stack, axis1=1, axis2=2)[:, None, None]
         # The blocks of a divided factor are filled up to equal sizes.
         sides = [_side(self._factors[i], averages[i].shape) for i in places]
-        rows: Any = np.repeat(sides, counts).astype(np.float32)
+        ranks: Any = np.repeat(sides, counts).astype(np.float32)
         # Before a target has counted, averages are zero, and their inverses are identities.
-        means: Any = relative_level(traces, rows[:, None, None], self._root)
+        means: Any = relative_level(traces, ranks[:, None, None], self._root)
         if not set(self._by_feature).isdisjoint(places):
             times_scales = np.repeat([i in self._by_feature for i in places], counts)
-            means = np.where(times_scales[:, None, None], np.float32(self._root), means)
+            of_inputs: Any = np.float32(self._root)
+            if self._optimizer.shrinks_inputs:
+                rows = rows[np.repeat(places, counts)].reshape(-1, 1, 1) if rows.ndim else rows
+                squares = (stack * stack).sum(axis=(1, 2), keepdims=True)
+                of_inputs = of_inputs + shrinkage(squares, traces, d, rows)
+            means = np.where(times_scales[:, None, None], of_inputs, means)
         levels = np.where(traces > 0, means, 1.0)
         smallest = self._root / (d + self._root)
         invert: Any = damped_inverses if stack.nbytes <= _AT_ONCE else _one_by_one

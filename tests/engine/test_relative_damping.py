@@ -10,6 +10,7 @@ from onnx import numpy_helper
 
 import kfac_engine as ke
 from tests import models
+from tests.training.kfac_reference import oracle
 
 EPSILON = 0.3
 # Rounding of float32 (6e-8) times condition numbers of at most 1 + rows / √EPSILON < 100, and sums.
@@ -138,6 +139,29 @@ def test_a_feature_of_an_input_is_damped_by_its_own_second_moment(exp, biased):
     actual = np.vstack([actual[name] for name in names])
     scale = np.abs(expected).max(axis=1, keepdims=True)
     np.testing.assert_allclose(actual / scale, expected / scale, rtol=0, atol=1e-3)
+
+
+@pytest.mark.parametrize("examples", [9, 60, 300])
+def test_an_average_of_few_inputs_shrinks_as_its_oracle_does(examples):
+    units = np.array([100, 1, 2, 1e-3, 0.5, 1.0])
+    engine, block, _ = measured(units, ke.RelativeDamping(EPSILON), True, (-1.0,))
+    A = block.input_factor.get_cov().astype(float)
+    moments = np.append(np.maximum(np.diag(A)[:6], 0.3 * np.median(np.diag(A)[:6])), 1.0)
+    part = oracle(A / np.sqrt(np.outer(moments, moments)), examples)
+    more = min(part, 0.9) / (1 - min(part, 0.9))
+    assert (part > 0.9) == (examples == 9)
+    engine.damping = ke.RelativeDamping(EPSILON).with_more({}, examples)
+    of_inputs, of_outputs = block.factor_dampings()
+    G = block.factors[1].get_cov()
+    assert of_outputs == pytest.approx(np.sqrt(EPSILON) * mean_eigenvalue(G))
+    level = np.sqrt(EPSILON) + more
+    assert of_inputs == pytest.approx(level * mean_eigenvalue(A), rel=1e-3)
+    engine.estimator.update_inverses()
+    x = np.random.default_rng(1).standard_normal((7, 5))
+    found = block.input_factor.left_multiply_matpower(x, -1, block._input_damping)
+    expected = np.linalg.solve(A + level * np.diag(moments), x)
+    scale = np.abs(expected).max(axis=1, keepdims=True)
+    np.testing.assert_allclose(found / scale, expected / scale, rtol=0, atol=2e-3)
 
 
 @pytest.mark.parametrize("approximation", ["kron", "ekfac", "diagonal"])

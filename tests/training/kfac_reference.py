@@ -55,6 +55,22 @@ def flat(vectors):
     return np.concatenate([array.ravel() for array in vectors.values()])
 
 
+def oracle(S, n):
+    """The part of a matrix, an average of n rows, that the identity replaces (Chen et al. 2010).
+
+    It is the fixed point of their equations 17 to 19.
+    """
+    p, part, shrunk = len(S), 1.0, S
+    for _ in range(10000):
+        shrunk = (1 - part) * S + part * np.trace(S) / p * np.eye(p)
+        square, of_both = np.trace(shrunk) ** 2, np.trace(shrunk @ S)
+        least = (n + 1 - 2 / p) * of_both + (1 - n / p) * square
+        before, part = part, min(((1 - 2 / p) * of_both + square) / least, 1.0)
+        if part == before:
+            break
+    return part
+
+
 def dot(left, right):
     return sum(float((left[name] * right[name]).sum()) for name in left)
 
@@ -87,6 +103,7 @@ class Reference:
 
     def __post_init__(self):
         self.relative = self.rate is None and self.interval is None and not self.quadratic
+        self.shrinks = self.relative and self.damping is None
         if self.damping is None:
             self.damping = 0.1 if self.relative else 0.01
         self.follows = self.momentum is None and self.rate is None and not self.quadratic
@@ -123,7 +140,7 @@ class Reference:
 
     def observe(self, x, decay=0.95):
         self.weight = decay * self.weight + 1
-        seen = self.chosen(x, self.part, self.t)
+        self.counted, seen = len(x) * self.part, self.chosen(x, self.part, self.t)
         for layer, pair in moments(self.theta, seen).items():
             self.sums[layer] = [decay * s + m for s, m in zip(self.sums[layer], pair, strict=True)]
 
@@ -134,6 +151,10 @@ class Reference:
             if len(A) == net.D + 1:  # the factor of the features of the input, with a one
                 a = np.diag(A)[:-1]
                 levels[0] = np.append(np.maximum(a, 0.3 * np.median(a)), A[-1, -1])
+                if self.shrinks:
+                    S = A / np.sqrt(np.outer(levels[0], levels[0]))
+                    part = min(oracle(S, self.counted * self.weight), 0.9)
+                    levels[0] = levels[0] * (1 + part / (1 - part) / root)
             return tuple(M + root * np.diag(v) for M, v in zip((A, G), levels, strict=True))
         pi = np.sqrt((np.trace(A) / len(A)) / (np.trace(G) / len(G)))
         root = np.sqrt(damping)

@@ -68,27 +68,32 @@ def test_precisions_and_dampings_are_fixed_points_of_the_evidence(rows):
 
 
 def test_noise_damps_each_block_beside_the_given_damping():
-    optimizer = trained(ke.KfacOptimizer(engine_of()), 2)
+    optimizer = trained(ke.KfacOptimizer(engine_of(), statistics_every=1), 2)
     blocks, found = optimizer._shrinkage.blocks, optimizer._basis.evidence.dampings
     assert all(0 < damping < 100 for damping in found)
     for block, of_noise in zip(blocks.values(), found, strict=True):
         damping = optimizer._basis.evidence.residual * of_noise
         assert block.damping == pytest.approx((0.1 + damping) * block.mean_eigenvalue())
         for level, factor in zip(block.factor_dampings(), block.factors, strict=True):
-            assert level == pytest.approx(np.sqrt(0.1 + damping) * factor.trace() / factor.side)
+            of_few = factor.shrinkage(BATCH / 4)
+            assert (of_few > 0) == (factor.name == "KroneckerMoment(input)")
+            multiple = np.sqrt(0.1 + damping) + of_few
+            assert level == pytest.approx(multiple * factor.trace() / factor.side)
     given = trained(ke.KfacOptimizer(engine_of(), damping=0.1), 2)
     assert not any(given._basis.evidence.dampings)
+    assert given.engine.damping.examples == np.inf
 
 
 def test_a_skipped_step_keeps_the_damping_of_the_blocks(monkeypatch):
-    optimizer = trained(ke.KfacOptimizer(engine_of(), non_finite="skip"), 1)
+    options = {"statistics_every": 1, "refresh_every": 1, "non_finite": "skip"}
+    optimizer = trained(ke.KfacOptimizer(engine_of(), **options), 1)
     (x, y, *_), before = table(1.0), optimizer.engine.damping
 
-    def fail(*_):
+    def fail(*_, **__):
         raise ke.errors.NonFiniteError("an update")
 
     with monkeypatch.context() as patch:
-        patch.setattr(type(optimizer._given.update), "begin", fail)
+        patch.setattr(type(optimizer._curvature), "update", fail)
         assert optimizer.step(x[:BATCH], y[:BATCH]).skipped
     assert optimizer.engine.damping is before
     optimizer.step(x[:BATCH], y[:BATCH])  # the first step that measures the noise

@@ -240,8 +240,8 @@ def test_updates_that_were_far_too_long_together_are_taken_back():
     y = x @ rng.standard_normal((3, 3))
     engine = ke.Engine.from_onnx(linear_model(), loss="normal", estimation_mode="exact", threads=1)
     optimizer = ke.KfacOptimizer(
-        engine, momentum=0.85, update_length=8, weight_decay=0, statistics_part=1
-    )  # a momentum of the caller excludes exact steps
+        engine, damping=0.1, momentum=0.85, update_length=8, weight_decay=0, statistics_part=1
+    )  # options of the caller exclude exact steps and shrinkage
     A = x.T @ x / 640
     level = np.maximum(np.diag(A), 0.3 * np.median(np.diag(A)))
     inverse = np.linalg.inv(A + np.sqrt(0.1) * np.diag(level))

@@ -237,18 +237,15 @@ class KroneckerProductFB(FisherBlock):
     def split_damping(self) -> tuple[Level, Level]:
         """Split ``damping`` between the factors by the traces of their current averages.
 
-        A relative damping ε adds ``√ε`` times the mean eigenvalue to each factor.
+        A relative damping ε adds ``√ε`` times the mean eigenvalue to each factor, and more to an
+        average of inputs that shrinks (``RelativeDamping.examples``).
 
         Returns:
             ``(λ_A, λ_G)`` with ``λ_A·λ_G = damping``; arrays over groups if factors are stacks.
 
         Source: Martens & Grosse 2015, section 6.3.
         """
-        level = self._level()
-        if isinstance(level, RelativeDamping):
-            A, G = (_relative_level(factor, sqrt(level)) for factor in self.factors)
-            return A, G
-        return self._absolute_split()
+        return self._input_damping(), self._output_damping()
 
     def _is_relative(self) -> bool:
         return isinstance(self._level(), RelativeDamping)
@@ -265,10 +262,16 @@ class KroneckerProductFB(FisherBlock):
         return self.split_damping()
 
     def _input_damping(self) -> Level:
-        return self.split_damping()[0]
+        level, A = self._level(), self.factors[0]
+        if not isinstance(level, RelativeDamping):
+            return self._absolute_split()[0]
+        return _relative_level(A, sqrt(level) + A.shrinkage(level.examples))
 
     def _output_damping(self) -> Level:
-        return self.split_damping()[1]
+        level = self._level()
+        if not isinstance(level, RelativeDamping):
+            return self._absolute_split()[1]
+        return _relative_level(self.factors[1], sqrt(level))
 
     def register_matpower(self, exp: float) -> None:
         for factor, damping in zip(self.factors, self._dampings, strict=True):

@@ -580,6 +580,14 @@ class FisherFactor(ABC):
         product: Array = power[:, None] * x if power.ndim == 1 else power @ x
         return product
 
+    def shrinkage(self, examples: float) -> float:
+        """Return the relative damping by which an average of few rows shrinks.
+
+        ``examples`` is their number in an update of the average.
+        """
+        del examples
+        return 0.0
+
     def moments(self, average: Any, xp: Any = np) -> Any:
         """Return the second moments of features, to which a damping by feature is proportional.
 

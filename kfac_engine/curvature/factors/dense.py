@@ -1,7 +1,7 @@
 """Defines factors that are symmetric matrices, with inverses, powers and Cholesky factors."""
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from math import prod
+from math import inf, prod
 from typing import Any, TypeAlias, cast
 
 import numpy as np
@@ -25,12 +25,37 @@ from kfac_engine.errors import (
 # have a rare feature, whose measured moment may be far too small.
 _LEAST_OF_MEDIAN = 0.3
 
+# Largest part of an average that shrinkage replaces, and the least divisor.
+_MOST_SHRUNK, _TINY = 0.9, 1e-30
+
 _INVERSE: Hashable = -1.0
 CHOLESKY: Hashable = "cholesky"
 CHOLESKY_INVERSE: Hashable = "cholesky_inverse"
 
 # An operation and its damping: a number, or a number for each matrix of a stack.
 Wanted: TypeAlias = tuple[Hashable, float | tuple[float, ...]]
+
+
+@recordable
+def shrinkage(squares: Any, traces: Any, side: int, rows: Any) -> Any:
+    """Return the multiple of the identity that shrinks averages of few rows.
+
+    For the sample covariance ``S`` of normal numbers, ``(1 − ρ) S + ρ tr(S)/d I`` has about the
+    least expected squared error. The result is ``ρ / (1 − ρ)``, with ρ of at most 0.9.
+
+    Args:
+        squares: Sums of the squares of all entries of matrices.
+        traces: Their traces.
+        side: Their number of rows, d.
+        rows: Number of rows that they are averages of.
+
+    Source: Chen, Wiesel, Eldar & Hero 2010, "Shrinkage algorithms for MMSE covariance estimation",
+    equation 23 (oracle approximating shrinkage).
+    """
+    weight = 1 - 2 / side
+    errors = (rows + weight) * (squares - traces**2 / side)
+    part = np.minimum((weight * squares + traces**2) / np.maximum(errors, _TINY), _MOST_SHRUNK)
+    return part / (1 - part)
 
 
 class DenseSquareMatrixFactor(FisherFactor):
@@ -217,6 +242,19 @@ class DenseSquareMatrixFactor(FisherFactor):
                 powers = ((op, least),)
                 requests[Request("powers", matrix, powers=powers, clip=clip)] = [(op, level)]
         return requests
+
+    def shrinkage(self, examples: float) -> float:
+        if examples == inf or not self.damped_by_feature():
+            return 0.0
+        lower, xp = self._lower(), self.backend.xp
+        # Averages are zero until a target counts.
+        scales = xp.maximum(self.moments(lower, xp), LEAST_EIGENVALUE) ** -0.5
+        scaled = xp.tril(lower * scales * scales[:, None])
+        diagonal = xp.diagonal(scaled)
+        squares = 2 * xp.vdot(scaled, scaled) - xp.vdot(diagonal, diagonal)
+        rows = examples * self.average.weight
+        multiple = shrinkage(squares, diagonal.sum(), self.side, rows)
+        return float(self.backend.download([multiple])[0])
 
     def _by_feature(self, level: Any) -> Array:
         """Return the numbers that a damping by feature adds to the diagonal, in float64."""
