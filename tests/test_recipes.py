@@ -19,7 +19,6 @@ from kfac_engine.__main__ import main
 from kfac_engine.curvature.approximations import KINDS
 from kfac_engine.curvature.estimation_modes import MODES
 from kfac_engine.curvature.schedule import POLICIES
-from kfac_engine.export.loss_graphs import LOSS_GRAPHS
 from kfac_engine.layers import matchers
 from kfac_engine.losses import LOSSES
 from tests import models
@@ -218,12 +217,9 @@ def differentiated(model, *arguments):
 
 
 @pytest.mark.parametrize("own_class", [False, True])
-def test_added_loss_equals_copied_row(own_class, add, folder, capsys, monkeypatch):
+def test_added_loss_equals_copied_row(own_class, add, folder, capsys):
     cls = Mine if own_class else ke.CategoricalLogitsNegativeLogProbLoss
     add(LOSSES, cls)
-    if own_class:
-        graph = LOSS_GRAPHS[ke.CategoricalLogitsNegativeLogProbLoss]
-        monkeypatch.setitem(LOSS_GRAPHS, Mine, graph)
     model = network()
     assert_alike(*(driven(model, loss=row) for row in ("mine", "categorical")))
     assert_alike(*(commanded(model, "--loss", row) for row in ("mine", "categorical")))
@@ -235,10 +231,42 @@ def test_added_loss_equals_copied_row(own_class, add, folder, capsys, monkeypatc
     assert gradients[0] == gradients[1]
 
 
-def test_loss_without_graph_raises_error(add):
-    # Its class is a subclass of one that can: what it means may be another thing.
-    add(LOSSES, Mine)
-    with pytest.raises(ke.UnsupportedError, match="Mine cannot be written as ONNX operators"):
+class Branching(Mine):
+    """A loss whose code reads entries of its arrays."""
+
+    def terms_and_gradient(self, values, targets):
+        scale = 1.0 if values[self.logits].max() > 0 else 2.0
+        terms, gradient = super().terms_and_gradient(values, targets)
+        return terms * scale, {name: array * scale for name, array in gradient.items()}
+
+
+class Unknown(Mine):
+    """A loss with a function that files lack."""
+
+    def terms_and_gradient(self, values, targets):
+        terms, gradient = super().terms_and_gradient(values, targets)
+        return np.nextafter(terms, 1), gradient
+
+
+class Listed(Mine):
+    """A loss that loops over examples."""
+
+    def terms_and_gradient(self, values, targets):
+        return sum(row.sum() for row in values[self.logits]), {}
+
+
+@pytest.mark.parametrize(
+    ("cls", "reason"),
+    [
+        (Listed, "number of examples"),
+        (Branching, "known in a run only"),
+        (Unknown, r"numpy\.nextafter"),
+    ],
+)
+def test_loss_that_cannot_be_recorded_raises_error(cls, reason, add):
+    add(LOSSES, cls)
+    message = f"{cls.__name__} cannot be written as ONNX operators: .*{reason}.*without a loss"
+    with pytest.raises(ke.UnsupportedError, match=message):
         ke.differentiate(network(), loss="mine")
 
 

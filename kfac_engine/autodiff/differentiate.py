@@ -4,7 +4,7 @@ The sweep visits the nodes in reverse order. It sums the cotangents of each valu
 derivative rule of the node that computes the value, from the table of ``rules``.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NoReturn
 
@@ -73,7 +73,9 @@ def differentiate(
     stops = frozenset(wrt) if independent else frozenset[str]()
     refuse_rounding(behind_quantizers(graph, facts, outputs, wrt, stops))
     sweep = _Sweep(graph, facts, builder, activity(graph, facts, wrt).active, stops)
-    cotangents = {name: f"cotangent_{index}_of_{name}" for index, name in enumerate(outputs)}
+    cotangents = {
+        name: unused(f"cotangent_{index}_of_{name}", known) for index, name in enumerate(outputs)
+    }
     for name, cotangent in cotangents.items():
         sweep.add(name, cotangent)
     for node in reversed(graph.nodes):
@@ -92,6 +94,14 @@ def differentiate(
         dtypes={cotangent: facts[name].dtype for name, cotangent in cotangents.items()},
         leaves=builder.leaves,
     )
+
+
+def unused(name: str, names_in_use: Container[str]) -> str:
+    """Return ``name``, with a number if it is in use."""
+    index = 1
+    while (free := name if index == 1 else f"{name}_{index}") in names_in_use:
+        index += 1
+    return free
 
 
 class _Sweep:

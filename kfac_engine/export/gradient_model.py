@@ -6,11 +6,10 @@ The weights stay constants of the file. The result can be differentiated again.
 """
 
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeAlias
-
-import numpy as np
 
 from kfac_engine._types import Array, DType
 from kfac_engine.arguments import check_choice, check_mapping, check_patterns
@@ -22,7 +21,12 @@ from kfac_engine.autodiff.activity import (
     straight_through,
     zero_notes,
 )
-from kfac_engine.autodiff.differentiate import Backward, differentiate as backward_graph, needed
+from kfac_engine.autodiff.differentiate import (
+    Backward,
+    differentiate as backward_graph,
+    needed,
+    unused,
+)
 from kfac_engine.autodiff.second_order import joint_graph
 from kfac_engine.engine.loss_bindings import (
     LossChoices,
@@ -38,7 +42,7 @@ from kfac_engine.errors import (
     UnsupportedError,
     suggestion,
 )
-from kfac_engine.export.loss_graphs import LOSS, Term, with_losses
+from kfac_engine.export.recorded_losses import LOSS, TARGETS, RecordedLoss, Term, record_losses
 from kfac_engine.export.target_inputs import Form, TargetInputs
 from kfac_engine.graph.analysis.subgraph import final_outputs
 from kfac_engine.graph.analysis.trainable import matching, trainable_parameters
@@ -53,7 +57,7 @@ from kfac_engine.losses.output import OutputLoss
 from kfac_engine.runtime.example_axis import with_batch_axes
 from kfac_engine.runtime.lower import lowered, with_taken_branches
 
-TARGETS, COTANGENT, GRADIENT = "targets", "cotangent", "gradient/"
+COTANGENT, GRADIENT = "cotangent", "gradient/"
 DeclaredShape: TypeAlias = tuple[int | str | None, ...]
 
 
@@ -115,7 +119,8 @@ def differentiate(  # noqa: PLR0913 (every choice a user has, each with a defaul
         InputError: The file, the loss or an option is wrong.
         UnknownNameError: A name does not exist, or a pattern matches no name.
         UnsupportedOpError: An operator on a path from ``wrt`` to the output has no derivative rule.
-        UnsupportedError: The loss is ``"output"``, which the file computes itself.
+        UnsupportedError: The loss is ``"output"``, which the file computes itself, or its code
+            needs numbers that are known in a run only.
         ModelError: The output depends on none of ``wrt``.
     """
     check_reduction(reduction)
@@ -131,21 +136,23 @@ def differentiate(  # noqa: PLR0913 (every choice a user has, each with a defaul
     }
     names = _chosen(loaded.graph, wrt, freeze)
     graph = replace(loaded.graph, inputs=with_batch_axes(loaded.graph.inputs, batch_axes))
+    facts: Mapping[str, Fact]
     graph, facts = lowered(graph, names, sample_inputs)
     shape: DeclaredShape | None = None
+    recorded: RecordedLoss | None = None
     if loss is None:
         target_inputs.check([])
         value = _only_output(graph, facts, output)
-        shape = declared_shape(loaded, value, facts[value])
+        shape, ends = declared_shape(loaded, value, facts[value]), [value]
     else:
         options = LossOptions(loss, output, class_axis, batch_axes).on(loaded.graph)
-        graph, facts = _append_losses(
+        graph, facts, recorded = _with_losses(
             loaded, (graph, facts), options, reduction, sample_inputs, target_inputs
         )
-        value = LOSS
-    left = left_out(graph, facts, [value], names) if wrt is None else {}
+        value, ends = LOSS, list(recorded.cotangents)
+    left = left_out(graph, facts, ends, names) if wrt is None else {}
     names = tuple(name for name in names if name not in left)
-    backward = backward_graph(graph, facts, [value], names)
+    backward = backward_graph(graph, facts, ends, names)
     if not backward.gradients:
         raise ModelError(
             f"'{value}' depends on none of: {', '.join(names)}; name a parameter or an input that "
@@ -153,11 +160,12 @@ def differentiate(  # noqa: PLR0913 (every choice a user has, each with a defaul
             if wrt
             else nothing_to_train(graph.name, [value], left)
         )
+    whole = graph if recorded is None else recorded.after(graph, backward.cotangents)
     result, constants = _written(
-        graph, facts, backward, (value, shape), names, {**loaded.stored, **narrow}
+        whole, facts, backward, (value, shape), names, {**loaded.stored, **narrow}
     )
     zero = [name for name in names if name not in backward.gradients]
-    jumps = zero_notes(behind_jumps(graph, facts, [value], zero))
+    jumps = zero_notes(behind_jumps(graph, facts, ends, zero))
     result.doc_string = "; ".join((*notes_of(left), *jumps, *straight_through(graph, facts, names)))
     if provider == "webgpu":
         result, constants = for_webgpu(with_constants(result, constants)), {}
@@ -166,10 +174,7 @@ def differentiate(  # noqa: PLR0913 (every choice a user has, each with a defaul
 
 def free_name(name: str, graph: Graph) -> str:
     """Return ``name``, with a number if a value of the graph has this name."""
-    names_in_use, index = set(graph.values()), 1
-    while (free := name if index == 1 else f"{name}_{index}") in names_in_use:
-        index += 1
-    return free
+    return unused(name, set(graph.values()))
 
 
 def declared_shape(loaded: LoadedModel, value: str, fact: Fact) -> DeclaredShape:
@@ -216,15 +221,15 @@ def joint_model(
 # -- private ---------------------------------------------------------------------------------------
 
 
-def _append_losses(
+def _with_losses(
     loaded: LoadedModel,
     known: tuple[Graph, Mapping[str, Fact]],
     options: LossOptions,
     reduction: Reduction,
     inputs: Mapping[str, Array] | None,
     target_inputs: TargetInputs,
-) -> tuple[Graph, dict[str, Fact]]:
-    """Append the losses to the graph; return the graph and its facts."""
+) -> tuple[Graph, Mapping[str, Fact], RecordedLoss]:
+    """Return the graph of what the losses read, its facts, and the losses."""
     graph, facts = known
     heads, batch = bind_losses(graph, facts, options, inputs)
     if any(isinstance(head.loss, OutputLoss) for head in heads):
@@ -241,13 +246,13 @@ def _append_losses(
             nodes = (*graph.nodes, *head.logits.nodes)
             graph = replace(graph, nodes=nodes, constants=constants)
             facts = {**facts, **head.logits.facts}
-        value, place = head.loss.inputs[0], batch.places[head.output]
-        axis = head.loss.class_axis % len(facts[value].shape)
+        loss = copy(head.loss)
+        loss.targets = loss.targets or TARGETS
+        value = loss.inputs[0]
         if facts[value].shape != facts[head.output].shape:  # logits before a Reshape
             declared = (None,) * len(facts[value].shape)
-        targets = head.loss.targets or TARGETS
-        terms.append(Term(head.loss, value, targets, axis, place, weight, declared, target_inputs))
-    return with_losses(graph, facts, terms, reduction)
+        terms.append(Term(loss, batch.places[head.output], weight, declared))
+    return graph, facts, record_losses(graph, facts, terms, reduction, target_inputs)
 
 
 def _only_output(
@@ -299,17 +304,15 @@ def _written(
 ) -> tuple[ModelProto, dict[str, Array]]:
     """Return the joint model with readable names of inputs and outputs, and its constants.
 
-    ``result`` is the differentiated value and its declared shape; None for a loss, whose cotangent
-    is one instead of an input.
+    ``result`` is the differentiated value and its declared shape; None for a loss, which has no
+    cotangent as an input.
     """
     value, shape = result
     joint = joint_graph(graph, backward)
-    cotangent = backward.cotangents[value]
-    dtype = facts[value].dtype
     nodes, constants, inputs = list(joint.nodes), dict(joint.constants), list(graph.inputs)
-    if shape is None:
-        constants[cotangent] = np.ones((), dtype)
-    else:
+    dtype = facts[next(iter(backward.cotangents))].dtype
+    if shape is not None:
+        cotangent = backward.cotangents[value]
         cotangent_input = free_name(COTANGENT, graph)
         stored = {**stored, cotangent_input: stored[value]} if value in stored else stored
         inputs.append(Input(cotangent_input, dtype, shape))

@@ -348,7 +348,7 @@ def _entries(ids: Array, like: Array, axis: int, first: Array) -> Array:
     """Return flat indices of the class ``ids`` of each row in ``like``, in the shape of ``ids``."""
     ids = ids.astype(np.int64, copy=False)  # uint64 would become float64
     inner = prod(like.shape[axis + 1 :])
-    result: Array = first + (ids * inner if inner > 1 else ids)
+    result: Array = first + (ids * inner if inner != 1 else ids)
     return result
 
 
@@ -357,7 +357,7 @@ def _first_entries(like: Array, axis: int) -> Array:
     shape, inner = like.shape, prod(like.shape[axis + 1 :])
     classes = shape[axis]
     rows: Array = array_module(like).arange(like.size // classes)
-    places = rows // inner * (inner * classes) + rows % inner if inner > 1 else rows * classes
+    places = rows // inner * (inner * classes) + rows % inner if inner != 1 else rows * classes
     first: Array = places.reshape(*shape[:axis], *shape[axis + 1 :])
     return first
 

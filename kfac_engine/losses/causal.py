@@ -9,7 +9,7 @@ from kfac_engine.backend.namespace import array_module
 from kfac_engine.errors import ShapeError
 from kfac_engine.losses.categorical import CategoricalLogitsNegativeLogProbLoss
 from kfac_engine.losses.checks import Named, require_shape
-from kfac_engine.losses.observed import Observed
+from kfac_engine.losses.observed import Observed, times
 
 
 class CausalNegativeLogProbLoss(CategoricalLogitsNegativeLogProbLoss):
@@ -110,11 +110,8 @@ class CausalNegativeLogProbLoss(CategoricalLogitsNegativeLogProbLoss):
         z, time = values[self.logits], self.time_axis
         if counts is not None and counts.shape[time] != 1:
             return _later(counts, time)
-        xp, length = array_module(z), z.shape[time]
-        sizes = [length if axis == time else 1 for axis in range(3)]
-        first = z[(*(slice(None),) * (self.class_axis % 3), slice(0, 1))]
-        places = xp.zeros_like(first, dtype=np.int64) + xp.arange(length).reshape(sizes)
-        predicted: Array = places < length - 1
+        xp, first = array_module(z), z[(*(slice(None),) * (self.class_axis % 3), slice(0, 1))]
+        predicted: Array = _later(~xp.zeros_like(first, dtype=np.bool_), time)
         if counts is None:
             return predicted
         result: Array = xp.where(predicted, counts, xp.zeros_like(counts))
@@ -123,8 +120,8 @@ class CausalNegativeLogProbLoss(CategoricalLogitsNegativeLogProbLoss):
 
 def _later(array: Array, axis: int) -> Array:
     """Shift the entries by one towards the start of an axis, and put zeros at its end."""
-    before = (slice(None),) * axis
-    xp, rest = array_module(array), array[(*before, slice(1, None))]
-    end = xp.zeros_like(array[(*before, slice(0, 1))])
-    later: Array = xp.concatenate([rest, end], axis=axis)
+    xp = array_module(array)
+    sizes = [-1 if k == axis else 1 for k in range(array.ndim)]
+    behind = xp.arange(array.shape[axis]).reshape(sizes) > 0
+    later: Array = xp.roll(times(array, behind), -1, axis)
     return later

@@ -14,6 +14,7 @@ from kfac_engine.losses.outliers import STIRLING
 from kfac_engine.recording.recorded import Recorded, Size, Symbol, Tape, broadcast_shape, lifted
 
 _INTEGER, _TRUTH = np.dtype(np.int64), np.dtype(np.bool_)
+_END = 2**62
 
 
 class Namespace:
@@ -171,7 +172,7 @@ def _subtract(tape: Tape, left: Any, right: Any) -> Symbol:
 def _series(x: Symbol) -> Symbol:
     """Return ``exp(x) − 1`` for small numbers."""
     total: Any = 1.0
-    for k in (7, 6, 5, 4, 3, 2):
+    for k in range(14 if x.dtype == np.float64 else 7, 1, -1):
         total = 1.0 + x * total * (1 / k)
     return x * total
 
@@ -182,7 +183,11 @@ def _expm1(tape: Tape, x: Symbol) -> Symbol:
 
 def _log1p(tape: Tape, x: Symbol) -> Symbol:
     """Record ``log(1 + x)``, by a series for small x, which the rounded sum would lose."""
-    small = x * (1.0 - x * (0.5 - x * (1 / 3)))
+    last = 8 if x.dtype == np.float64 else 3
+    small: Any = 1 / last
+    for k in range(last - 1, 0, -1):
+        small = 1 / k - x * small
+    small = x * small
     return np.where(np.absolute(x) < 1e-2, small, _record(tape, "Log", "log", [1.0 + x]))
 
 
@@ -355,6 +360,14 @@ def identity_like(x: Symbol) -> Symbol:
     return matrix.new("EyeLike", shape=(d, d))
 
 
+def _roll(x: Symbol, shift: int, axis: int) -> Symbol:
+    """Return entries moved along an axis; those beyond an end come back at the other end."""
+    place, integers = x.tape.integers(axis % x.ndim), x.tape.integers
+    bounds = ((integers(-shift), integers(_END)), (integers(0), integers(-shift)))
+    parts = [x.tape.record("Slice", [x.name, *pair, place]) for pair in bounds]
+    return x.named(x.tape.record("Concat", parts, {"axis": axis % x.ndim}))
+
+
 def _repeat(x: Symbol, count: int) -> Symbol:
     """Return a vector in which each entry is repeated."""
     return x[:, None].broadcast((*x.shape, count)).reshape(-1)
@@ -407,6 +420,7 @@ _FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     "diagonal": _diagonal,
     "median": _median,
     "split": _split,
+    "roll": _roll,
     "repeat": _repeat,
     "tile": _tile,
     "zeros_like": _zeros_like,

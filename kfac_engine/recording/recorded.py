@@ -219,7 +219,8 @@ class Size:
 
     def __mul__(self, other: Any) -> Any:
         if isinstance(other, Recorded):
-            return np.multiply(self.recorded(), other)
+            whole = other.dtype.kind == "i" and set(self.powers.values()) == {1}
+            return np.multiply(self.number() if whole else self.recorded(), other)
         if isinstance(other, Size):
             return self._of(self._with(other, 1), self.factor * other.factor)
         return self._of(self.powers, self.factor * other)
@@ -245,6 +246,12 @@ class Size:
         if factor != int(factor) or any(power < 0 for power in powers.values()):
             raise UnsupportedError(f"a file cannot divide {self!r} examples by {other!r}.")
         return self._of(powers, int(factor))
+
+    def __rfloordiv__(self, other: "Recorded") -> Any:
+        return np.floor_divide(other, self.number())
+
+    def __rmod__(self, other: "Recorded") -> Any:
+        return np.remainder(other, self.number())
 
     def __mod__(self, other: int) -> int:
         if self.factor % other:
@@ -557,6 +564,10 @@ class Recorded(NDArrayOperatorsMixin):
         )
 
     def sum(self, axis: Any = None, dtype: Any = None, keepdims: bool = False) -> Symbol:
+        wide = dtype is not None and self.dtype.kind == np.dtype(dtype).kind == "f"
+        if wide and axis is None and self.ndim > 1 and self.shape[-1] != 1:
+            # A sum of sums rounds less than one long sum in single precision.
+            return self._reduced("ReduceSum", -1, keepdims, dtype).sum(keepdims=keepdims)
         return self._reduced("ReduceSum", axis, keepdims, dtype)
 
     def max(self, axis: Any = None, keepdims: bool = False) -> Symbol:

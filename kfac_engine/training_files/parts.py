@@ -12,28 +12,26 @@ from kfac_engine.autodiff.rules.attributes import integers
 from kfac_engine.autodiff.training_form import draws
 from kfac_engine.engine.build import Assembly
 from kfac_engine.errors import UnsupportedError
+from kfac_engine.export.recorded_losses import LossValues
 from kfac_engine.export.target_inputs import TargetInputs
 from kfac_engine.graph.passes.bodies import with_new_names
-from kfac_engine.graph.structure import Input, Node
+from kfac_engine.graph.structure import Fact, Input, Node
 from kfac_engine.losses.base import LossFunction, weights_of
-from kfac_engine.losses.objective import BatchSize, Objective, Observation
 from kfac_engine.losses.observed import times
 from kfac_engine.recording.operations import Draws
 from kfac_engine.recording.random_nodes import RESULTS, drawn, shape_of_numbers
 from kfac_engine.recording.recorded import Recorded, Shape, Size, Symbol, Tape
+from kfac_engine.runtime.example_axis import ExampleAxis
 from kfac_engine.runtime.model import OnnxModel
 
 _FLOAT = np.dtype(np.float32)
-
-# Frames of a sequence in a file: the nodes of a step grow with them, their products quadratically.
-MOST_FRAMES = 128
 
 # Writes a random node of an evaluation.
 Writer: TypeAlias = Callable[["EvaluationGraph", Node], None]
 
 
 @dataclass(frozen=True, slots=True)
-class EvaluationGraph:
+class EvaluationGraph(LossValues):
     """One evaluation of the model in the graph, on the batch or on a part of it."""
 
     assembly: Assembly  # the model and its losses
@@ -49,14 +47,14 @@ class EvaluationGraph:
         """The model."""
         return self.assembly.model
 
-    def __getitem__(self, name: str) -> Recorded:
-        """Return a value of the model."""
-        return self.value(name, name)
+    def fact(self, name: str) -> Fact:
+        """Return type and shape of a value of the model in a sample run."""
+        return self.model.facts[name]
 
-    def value(self, name: str, like: str) -> Recorded:
-        """Return a value of the file that has the shape and type of a value of the model."""
-        fact = self.model.facts[like]
-        return Recorded(self.tape, self.names.get(name, name), self.shape(like), fact.dtype)
+    def place(self, loss: LossFunction) -> ExampleAxis:
+        """Return the axis of the examples in the first input of a loss."""
+        task, value = self.assembly.task, loss.inputs[0]
+        return task.batch.places[task.objective.outputs.get(value, value)]
 
     def shape(self, name: str) -> Shape:
         """Return the shape of a value of the model."""
@@ -79,89 +77,8 @@ class EvaluationGraph:
             name, place = head.loss.require_target_name(), task.batch.places[head.output]
             axes[name] = place.axis
             if chosen.form:
-                axes[chosen.name(name)] = self._weight_axes(head.loss).index(place.axis)
+                axes[chosen.name(name)] = self.weight_places(head.loss).index(place.axis)
         return axes
-
-    def targets(self, loss: LossFunction) -> Recorded:
-        """Return the targets of a loss."""
-        name, shape = loss.require_target_name(), list(self.shape(loss.inputs[0]))
-        if loss.sequences:  # as many labels as frames
-            _refuse_sequences(loss, shape)
-            del shape[loss.class_axis % len(shape)]
-            return Recorded(self.tape, self.names.get(name, name), tuple(shape), np.int64)
-        facts = self.model.facts
-        samples = {n: np.ones(facts[n].shape, facts[n].dtype) for n in loss.inputs}
-        drawn = loss.sample(samples, np.random.default_rng(0))
-        if drawn.ndim < len(shape) and self.target_inputs.are_classes(loss):
-            del shape[loss.class_axis % len(shape)]
-            return Recorded(self.tape, self.names.get(name, name), tuple(shape), drawn.dtype)
-        return Recorded(self.tape, self.names.get(name, name), tuple(shape), _FLOAT)
-
-    def weights(self, loss: LossFunction) -> Recorded | None:
-        """Return the weights of the targets of a loss as they are given; None without weights."""
-        chosen, shape = self.target_inputs, self.shape(loss.inputs[0])
-        if chosen.form is None:
-            return None
-        name = chosen.name(loss.require_target_name())
-        sizes = (shape[axis] for axis in self._weight_axes(loss))
-        return Recorded(self.tape, self.names.get(name, name), tuple(sizes), chosen.dtype(_FLOAT))
-
-    def _weight_axes(self, loss: LossFunction) -> tuple[int, ...]:
-        """Return the axes of a loss input that its weights have."""
-        task, value = self.assembly.task, loss.inputs[0]
-        output = task.objective.outputs.get(value, value)
-        place = task.batch.places[output]
-        return self.target_inputs.axes(loss, len(self.shape(value)), place)
-
-    def observe(self, objective: Objective) -> Observation:
-        """Record how much each target counts; see ``Objective.observe``.
-
-        Class numbers outside the classes are read as other classes: see ``has_possible_targets``.
-        """
-        values: Any = self
-        terms = []
-        for term in objective.terms:
-            labels, counts = self._labels(term)
-            last = self._last_class(term, labels)
-            inside = labels if last is None else np.minimum(np.maximum(labels, 0), last)
-            terms.append(term.weigh(values, inside, counts))
-        size = BatchSize(objective.examples(values), tuple(seen.total for seen in terms))
-        return Observation(tuple(terms), size, size)
-
-    def has_possible_targets(self, objective: Objective) -> Symbol | None:
-        """Record whether all targets that count are classes, and all weights finite and ≥ 0.
-
-        The result is None for targets of other kinds without weights.
-        """
-        possible: Symbol = None
-        for term in objective.terms:
-            labels, _ = self._labels(term)
-            last, weights = self._last_class(term, labels), self.weights(term)
-            wrong: list[Symbol] = []
-            if last is not None:
-                wrong.append((labels < 0) | (labels > last))
-            if weights is not None and weights.dtype != np.bool_:
-                wrong.append(~((weights >= 0) & np.isfinite(weights)))
-            for entries in wrong:
-                right = entries.sum() == 0
-                possible = right if possible is None else possible & right
-        return possible
-
-    def _labels(self, loss: LossFunction) -> tuple[Symbol, Symbol | None]:
-        """Return the targets, with classes where they do not count, and weights."""
-        values: Any = self
-        targets: Any = self.targets(loss)
-        counts: Any = self.weights(loss)
-        if counts is not None:
-            shape, axes = self.shape(loss.inputs[0]), self._weight_axes(loss)
-            counts = counts.reshape([n if k in axes else 1 for k, n in enumerate(shape)])
-        return loss.masked(values, targets, counts)
-
-    def _last_class(self, loss: LossFunction, labels: Symbol) -> int | None:
-        """Return the largest class number; None for targets that are not class numbers."""
-        shape = self.shape(loss.inputs[0])
-        numbers = labels.ndim < len(shape) and labels.dtype.kind == "i"
-        return shape[loss.class_axis % len(shape)] - 1 if numbers else None
 
     def write(self, nodes: Iterable[Node], random: Writer, renamed_only: str = "") -> None:
         """Write nodes of the model with the names of this evaluation.
@@ -179,22 +96,6 @@ class EvaluationGraph:
             else:
                 copy = with_new_names(node, self.names)
                 level.nodes.append(replace(copy, name=f"{level.prefix}{node.name}"))
-
-
-def _refuse_sequences(loss: LossFunction, shape: Sequence[int | Size]) -> None:
-    """Refuse sequences whose recursions are too long, or whose frames come first."""
-    value, frames = loss.inputs[0], shape[3 - loss.class_axis % 3]
-    if isinstance(frames, Size):
-        raise UnsupportedError(
-            f"a training file needs the examples on the first axis of '{value}' for the loss "
-            f"'ctc'; transpose the output, or train in Python."
-        )
-    if frames > MOST_FRAMES:
-        raise UnsupportedError(
-            f"a training file unrolls the recursions of the loss 'ctc' over the frames, at most "
-            f"{MOST_FRAMES}, but '{value}' has {frames}; give sample_inputs with fewer frames, or "
-            f"train in Python."
-        )
 
 
 def forward_nodes(model: OnnxModel, wanted: Sequence[str]) -> tuple[Node, ...]:

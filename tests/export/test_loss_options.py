@@ -6,6 +6,7 @@ from onnx import parser
 from scipy import special
 
 import kfac_engine as ke
+from kfac_engine.losses.base import ElementwiseLoss
 from kfac_engine.losses.kinds import LossKind
 from tests import models
 from tests.comparing import assert_arrays_equal
@@ -190,6 +191,135 @@ def test_file_has_weights_and_probabilities(case, form, positions):
                 ends = (closed_form(case, z + k * step, t, like, reduction) for k in (1, -1))
                 slope = (next(ends) - next(ends)) / 2e-6
                 assert found["gradient/z"][index] == pytest.approx(slope, abs=2e-7, rel=1e-6)
+
+
+@pytest.mark.parametrize("case", LOSSES)
+def test_file_of_a_loss_can_be_differentiated_again(case):
+    kind, _, form = LOSSES[case]
+    shape = Z[(T,)].shape
+    z, t = Z[(T,)], targets_for(form, shape)
+    direction = np.random.default_rng(3).standard_normal(shape)
+    file = ke.differentiate(identity((T,)), kind, wrt="z", probabilities=form == "rows")
+    feeds = {"z": z, "targets": t, "cotangent": direction}
+    again = ke.differentiate(file, output="loss", wrt="z")
+    found = run(again, {**feeds, "cotangent": np.ones(())})
+    slopes = run(file, feeds)["gradient/z"]
+    np.testing.assert_allclose(found["gradient/z_2"], slopes, atol=1e-12)
+    product = run(ke.differentiate(file, output="y", wrt="z"), feeds)["gradient/z_2"]
+    np.testing.assert_array_equal(product, direction)
+    if "L1" not in case:  # whose second derivative is zero
+        twice = run(ke.differentiate(file, output="gradient/z", wrt="z"), feeds)["gradient/z_2"]
+        ends = [run(file, {**feeds, "z": z + k * direction})["gradient/z"] for k in (1e-6, -1e-6)]
+        np.testing.assert_allclose(twice, (ends[0] - ends[1]) / 2e-6, rtol=1e-6, atol=1e-7)
+
+
+class LogCosh(ElementwiseLoss):
+    """A loss of its own class: the density 1 / (π cosh(z − t))."""
+
+    def negative_log_probs(self, values, targets):
+        e = abs(values[self.inputs[0]] - targets)
+        return e + np.log1p(np.exp(-2 * e)) + np.log(np.pi / 2)
+
+    def gradient_of(self, values, targets):
+        return {self.inputs[0]: np.tanh(values[self.inputs[0]] - targets)}
+
+    def information(self, values):
+        return {self.inputs[0]: np.full_like(values[self.inputs[0]], 0.5)}
+
+    def sample(self, values, rng):
+        return values[self.inputs[0]] + np.arctanh(rng.uniform(-0.9, 0.9, values["y"].shape))
+
+
+def normal_nats(z, s, t):
+    return (z - t) ** 2 / (2 * s) + 0.5 * np.log(2 * np.pi * s)
+
+
+# Losses that read other values, or have their own class, and their terms by z.
+OWN = {
+    "own class": (
+        LogCosh(("y",), None, None, -1), lambda z, t: np.log(np.pi * np.cosh(z - t))),
+    "variance": (
+        ke.NormalMeanVarianceNegativeLogProbLoss("y", "variance"),
+        lambda z, t: normal_nats(z, np.exp(z), t)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dims", ["N,3", "N,T,3", "A,B,C"])
+@pytest.mark.parametrize("case", OWN)
+def test_file_has_losses_of_their_own_class(case, dims):
+    loss, terms = OWN[case]
+    model = parser.parse_model(f"""<ir_version: 8, opset_import: ["": 18]>
+        g (double[{dims}] z) => (double[{dims}] y, double[{dims}] variance) {{
+            y = Identity(z) variance = Exp(z) }}""")
+    sample = {"z": np.ones((2, 3) if dims == "N,3" else (2, 4, 3))}
+    form = None if dims == "A,B,C" else "targets"
+    file = ke.differentiate(
+        model, loss, wrt="z", weights=form, sample_inputs=sample, batch_axes={"z": 0}
+    )
+    rng = np.random.default_rng(0)
+    shape = {"N,3": (5, 3), "N,T,3": (5, 2, 3), "A,B,C": (5, 2, 6)}[dims]
+    z, t = rng.standard_normal(shape), rng.standard_normal(shape)
+    w = np.ones(shape) if form is None else rng.integers(0, 3, shape) * 0.5
+    found = run(file, {"z": z, "targets": t, "weights": w})
+
+    def expected(z):
+        return (w * terms(z, t)).sum() / w.sum() * shape[-1]
+
+    assert found["loss"] == pytest.approx(expected(z), rel=1e-9)
+    for index in list(np.ndindex(shape))[::3]:
+        step = np.zeros(shape)
+        step[index] = 1e-6
+        slope = (expected(z + step) - expected(z - step)) / 2e-6
+        assert found["gradient/z"][index] == pytest.approx(slope, abs=1e-8, rel=1e-6)
+
+
+# Axes of which the file declares no size, the axis of the classes, and the sizes of a batch.
+OPEN = {
+    "positions": ("N,T,C", -1, (4, 5, 3), {}),
+    "images": ("N,C,H,W", 1, (2, 3, 4, 5), {}),
+    "weights": ("N,C,H,W", 1, (2, 3, 4, 1), {"class_weights": W}),
+    "smoothing": ("N,T,C", 2, (4, 5, 3), {"label_smoothing": 0.2}),
+    "both": ("N,C,T", 1, (4, 3, 5), {"class_weights": W, "label_smoothing": 0.2}),
+    "text": ("N,T,C", -1, (4, 5, 3), {}),
+}
+
+
+@pytest.mark.parametrize("weights", [None, "targets", "examples"])
+@pytest.mark.parametrize("case", OPEN)
+def test_all_axes_of_a_file_may_have_other_sizes_than_the_sample(case, weights):
+    dims, axis, shape, options = OPEN[case]
+    kind = ke.CausalLM() if case == "text" else ke.Categorical(**options)
+    model = parser.parse_model(f"""<ir_version: 8, opset_import: ["": 18]>
+        g (double[{dims}] z) => (double[{dims}] y) {{ y = Identity(z) }}""")
+    sample = {"z": np.ones([3 if k == axis % len(shape) else 2 for k in range(len(shape))])}
+    common = {"class_axis": axis, "sample_inputs": sample, "batch_axes": {"z": 0}}
+    rng = np.random.default_rng(0)
+    z, t = rng.standard_normal(shape), rng.integers(0, C, np.delete(shape, axis))
+    t[0, 0] = -100
+    w = rng.random(t.shape if weights == "targets" else t.shape[:1])
+    for reduction in ("mean", "batch_mean"):
+        file = ke.differentiate(
+            model, kind, wrt="z", weights=weights, reduction=reduction, **common
+        )
+        found = run(file, {"z": z, "targets": t, "weights": w})
+        rows, spread = np.moveaxis(z, axis, -1), w.reshape(w.shape + (1,) * (t.ndim - w.ndim))
+        counts = (t != -100) * (spread if weights else 1.0)
+        labels = np.where(t < 0, 0, t)
+        if case == "text":
+            rows, labels, counts = rows[:, :-1], labels[:, 1:], counts[:, 1:]
+        of_classes_ = np.asarray(options.get("class_weights", np.ones(C)))
+        terms = of_classes(rows, np.eye(C)[labels], of_classes_, options.get("label_smoothing", 0))
+        divisor = (counts * of_classes_[labels]).sum() if reduction == "mean" else shape[0]
+        expected = (terms[..., 0] * counts).sum() / divisor
+        assert found["loss"] == pytest.approx(expected, rel=1e-9)
+        # The gradient by a direction, from the file itself.
+        direction = rng.standard_normal(shape)
+        ends = [
+            run(file, {"z": z + k * direction, "targets": t, "weights": w})["loss"]
+            for k in (1e-6, -1e-6)
+        ]
+        slope = (ends[0] - ends[1]) / 2e-6
+        assert (found["gradient/z"] * direction).sum() == pytest.approx(slope, rel=1e-6, abs=1e-8)
 
 
 def test_weights_and_masks_of_the_file_are_not_those_of_other_targets():

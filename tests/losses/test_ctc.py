@@ -10,6 +10,7 @@ import kfac_engine as ke
 from kfac_engine.__main__ import main
 from kfac_engine.losses import CTCNegativeLogProbLoss
 from kfac_engine.losses.ctc import edit_distances
+from tests.graph.running import outputs
 from tests.models import token_mlp, written
 from tests.training_files.parity import differences
 
@@ -151,8 +152,30 @@ def test_options_and_products_that_do_not_exist_are_refused():
     for mode in ("exact", "curvature_prop"):
         with pytest.raises(ke.UnsupportedError, match="no closed form"):
             ke.Engine.from_onnx(token_mlp(), loss="ctc", estimation_mode=mode)
-    with pytest.raises(ke.UnsupportedError, match="cannot be written as ONNX operators"):
-        ke.differentiate(token_mlp(), "ctc")
+    for frames in (129, "frames"):
+        with pytest.raises(ke.UnsupportedError, match=r"the loss 'ctc'.*compute in Python"):
+            ke.differentiate(token_mlp(frames), "ctc")
+
+
+@pytest.mark.parametrize("weights", [None, "predictions", "examples"])
+def test_the_file_of_a_gradient_equals_the_sum_over_all_paths(weights):
+    model = token_mlp(FRAMES, (CLASSES, CLASSES), "float64")
+    file = ke.differentiate(model, "ctc", wrt="input", weights=weights)
+    x, t = np.random.default_rng(7).standard_normal((6, FRAMES, CLASSES)), padded(LABELS)
+    of_examples = np.array([1, 2, 0.5, 1, 0, 1.0])
+    frames = COUNTING if weights == "predictions" else np.ones((6, FRAMES), bool)
+    w = np.ones(6) if weights is None else of_examples
+    given = w[:, None] * frames if weights == "predictions" else w
+    feeds = {"input": x, "targets": t, **({} if weights is None else {"weights": given})}
+    found = outputs(file, feeds)
+    parameters = ke.load_model(model).parameters
+    matrix = parameters["fc0.weight"]
+    z, nats, gradient = x @ matrix + parameters["fc0.bias"], np.zeros(6), np.zeros(x.shape)
+    for i, labels in enumerate(LABELS):
+        probability, slopes = sequences(z[i, frames[i]], 0)[labels]
+        nats[i], gradient[i, frames[i]] = -np.log(probability), w[i] * slopes @ matrix.T
+    assert found["loss"] == pytest.approx((w * nats).sum() / w.sum(), rel=1e-9)
+    np.testing.assert_allclose(found["gradient/input"], gradient / w.sum(), atol=1e-9)
 
 
 # -- in an engine ----------------------------------------------------------------------------------

@@ -94,6 +94,7 @@ FUNCTIONS = {
     "slices": lambda x, y: x[1:, -3:] + y[:-1, 1:4] * x[0, 1] + y[2][:3],
     "entries": lambda x, y: x.reshape(-1)[INDEX] + np.ravel(y)[INDEX.T],
     "joined": lambda x, y: np.concatenate([x, y[:, :1], np.stack([x[:, 0], y[:, 1]], 1)], axis=1),
+    "rolled": lambda x, y: np.roll(x, -1, 1) + np.roll(y, -2, axis=0),
     "moved": lambda x, y: np.moveaxis(x, 0, -1) + np.transpose(y),
     "trace": lambda x, y: np.trace((x @ y.T)[None], axis1=1, axis2=2),
     "like": lambda x, y: np.full_like(x, 2) + np.zeros_like(y) + np.ones_like(x),
@@ -113,6 +114,16 @@ def test_functions_equal_those_of_numpy(name):
     found = computed(function, X, Y)
     np.testing.assert_allclose(found, expected, rtol=2e-5, atol=1e-6)
     assert found.shape == np.shape(expected)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_logarithms_and_exponentials_near_zero_keep_their_digits(dtype):
+    x = np.concatenate([k * np.logspace(-20, -0.1, 90) for k in (1, -1)]).astype(dtype)
+    for function in (np.log1p, np.expm1):
+        tape = new_tape("t/", dtype)
+        value = Recorded(tape, "x", x.shape, x.dtype)
+        found = run(tape, function(value), [Input("x", x.dtype, x.shape)], {"x": x})
+        np.testing.assert_allclose(found, function(x), rtol=100 * np.finfo(dtype).eps)
 
 
 def test_normal_quantiles_equal_those_of_scipy():

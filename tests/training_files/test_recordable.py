@@ -12,7 +12,7 @@ from kfac_engine.training_files.parts import EvaluationGraph
 from tests.training_files.nets import network
 
 HOME = Path(ke.__file__).parent
-WRITERS = tuple(str(HOME / folder) for folder in ("training_files", "recording"))
+WRITERS = tuple(str(HOME / folder) for folder in ("training_files", "recording", "export"))
 # Network, loss and optimizer of files that record all of them together.
 FILES = [
     ("dense", "categorical", "kfac"),
