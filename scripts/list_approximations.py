@@ -7,7 +7,7 @@ Run from the repository root after changing `kfac_engine/curvature/approximation
 from pathlib import Path
 
 from kfac_engine.curvature.approximations import KINDS, LARGEST_FULL_SIDE, NOTATION
-from kfac_engine.curvature.blocks.kronecker import LARGEST_DIVIDED
+from kfac_engine.curvature.blocks.kronecker import LARGEST_DIVIDED, LARGEST_OF_DATA
 from kfac_engine.curvature.factors.divided import LARGEST_BLOCK, LARGEST_PART
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "approximations.md"
@@ -31,12 +31,14 @@ Formulas use these symbols, which `inspect` explains, too:
 An inverse takes time cubic in the rows of a factor, and a product with a gradient linear time. An
 engine therefore chooses the default approximation by the size of a layer:
 
-- A layer whose factors have at most {largest:,} rows (1,024 inputs and a bias) has the default of
-  its kind.
+- A layer whose factors have at most {largest:,} rows (3 × 3 pixels of 64 channels and a bias) has
+  the default of its kind. The input factor of a layer that reads an input of the model may have
+  {of_data:,} rows, and so may a tied table.
 - A layer with a larger factor has the default of large layers. With `blocks`, the size of each
-  factor determines its form: a matrix of at most {largest:,} rows is dense. A matrix of at most
-  {divided:,} rows is divided into equal blocks on its diagonal, of at most {part:,} rows each. A
-  matrix with more rows, such as the outputs of a vocabulary, is a diagonal.
+  factor determines its form: a matrix of at most {largest:,} rows, or {of_data:,} features of an
+  input of the model, is dense. A matrix of at most {divided:,} rows is divided into equal blocks on
+  its diagonal, of at most {part:,} rows each. A matrix with more rows, such as the outputs of a
+  vocabulary, is a diagonal.
 - Scales and shifts are large if they have more than {scales} entries.
 
 `inspect` and `engine.layers` show the approximation of each layer. `approximations={{kind: name}}`
@@ -63,6 +65,7 @@ def page() -> str:
     head = HEAD.format(
         symbols=symbols,
         largest=LARGEST_BLOCK,
+        of_data=LARGEST_OF_DATA,
         part=LARGEST_PART,
         divided=LARGEST_DIVIDED,
         scales=LARGEST_FULL_SIDE,

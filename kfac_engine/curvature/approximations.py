@@ -14,6 +14,7 @@ from kfac_engine.curvature.blocks.kronecker import (
     DENSE,
     DIAGONAL,
     LARGEST_DIVIDED,
+    LARGEST_OF_DATA,
     KroneckerProductFB,
     ReducedKroneckerFB,
     Side,
@@ -62,21 +63,27 @@ class LayerKind:
     # Default of layers that have a matrix of more than ``largest`` rows; empty for the same
     # default.
     large: str = ""
-    # Largest number of rows of the matrices of a layer with the first default.
+    # Largest number of rows of the matrices of a layer with the first default; features of the data
+    # have ``LARGEST_OF_DATA``.
     largest: int = LARGEST_BLOCK
     # The kind of the same layers if they are used several times; empty for this kind.
     several: str = ""
 
     @property
     def default(self) -> str:
-        """The default approximation of a layer whose matrices have at most ``largest`` rows."""
+        """The default approximation of a layer without large matrices."""
         return next(iter(self.approximations))
 
     def default_for(
-        self, form: LayerForm | ScaleShiftForm, shapes: Sequence[tuple[int, ...]]
+        self, form: LayerForm | ScaleShiftForm, shapes: Sequence[tuple[int, ...]], of_data: bool
     ) -> str:
-        """Return the default approximation of a layer with parameters of these shapes."""
-        large = form.largest_side(shapes) > self.largest
+        """Return the default approximation of a layer with parameters of these shapes.
+
+        ``of_data`` says whether the layer reads features of the data.
+        """
+        *inputs, last = form.sides(shapes)
+        most = LARGEST_OF_DATA if of_data else self.largest
+        large = last > self.largest or any(side > most for side in inputs)
         return self.large or self.default if large else self.default
 
 
@@ -267,6 +274,7 @@ KINDS: Registry[LayerKind] = Registry(
                 ),
             },
             large="kron_both_diag",
+            largest=LARGEST_OF_DATA,
         ),
         "scale_and_shift": LayerKind(_AFFINE, large="diagonal", largest=LARGEST_FULL_SIDE),
         "shift": LayerKind(_AFFINE, large="diagonal", largest=LARGEST_FULL_SIDE),
@@ -300,9 +308,9 @@ NOTATION: Mapping[str, str] = {
     "m": "mean of the channels of a pixel",
     "⊕": "one block for each group g, with the factors A_g and G_g",
     "Σ_d": "sum over lags d between uses, with the moments A_d and G_d of uses at this lag",
-    "blocks": f"a matrix of up to {LARGEST_BLOCK:,} rows is complete; a larger one has diagonal "
-    f"blocks of at most {LARGEST_PART:,} rows; one of more than {LARGEST_DIVIDED:,} rows has only "
-    f"its diagonal",
+    "blocks": f"a matrix of up to {LARGEST_BLOCK:,} rows, or {LARGEST_OF_DATA:,} features of the "
+    f"data, is complete; a larger one has diagonal blocks of at most {LARGEST_PART:,} rows; one "
+    f"of more than {LARGEST_DIVIDED:,} rows has only its diagonal",
     "H": "a sum of F over rows and uses, reduced by a partial trace over the vocabulary",
     "V": "the same sum, reduced by a partial trace over the features and divided by its trace",
     "g": "gradient of an example, or of the batch in blocks without an engine",

@@ -203,7 +203,9 @@ class LayerCollection(FactorOwner):
                 f"the form of the layer has {form.num_parameters} parameter(s), got {key}."
             )
         if approx is None and kind in self.sized:
-            approx = KINDS[kind].default_for(form, [self.require_shape(name) for name in names])
+            shapes = [self.require_shape(name) for name in names]
+            of_data = self.data.issuperset(uses(inputs))
+            approx = KINDS[kind].default_for(form, shapes, of_data)
         approx = self._resolve(kind, approx, key)
         row = (kind, approx, form)
         block = self._registered(key, row_of(kind, approx).build(self, form), row)

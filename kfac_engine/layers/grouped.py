@@ -75,9 +75,9 @@ class GroupedForm(LayerForm):
         del weight_shape  # the form has the sizes of the filter
         return self.shape
 
-    def largest_side(self, shapes: Sequence[tuple[int, ...]]) -> int:
+    def sides(self, shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
         del shapes  # likewise
-        return max(self.shape[1:])
+        return self.shape[1:]
 
 
 def grouped_form(  # noqa: PLR0913 (all parameters of a convolution)

@@ -108,11 +108,11 @@ class LayerForm:
         """Return the shape of a packed vector, from the shape of the weight."""
         return self.packing.matrix_shape(weight_shape)
 
-    def largest_side(self, shapes: Sequence[tuple[int, ...]]) -> int:
-        """Return the number of rows of the layer's largest matrix, for these parameter shapes."""
+    def sides(self, shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+        """Return the rows of the layer's matrices, inputs first, for these parameter shapes."""
         if not self.input_view.has_rows:  # token ids: the vocabulary has a diagonal
-            return shapes[0][-1]
-        return max(self.packing.matrix_shape(shapes[0]))
+            return (1, shapes[0][-1])
+        return self.packing.matrix_shape(shapes[0])
 
 
 def dense_form(
@@ -313,9 +313,9 @@ class ScaleShiftForm:
         """Return the form itself: it is the same for any number of uses."""
         return self
 
-    def largest_side(self, shapes: Sequence[tuple[int, ...]]) -> int:
-        """Return the number of rows of the matrix over all parameters with these shapes."""
-        return sum(map(prod, shapes))
+    def sides(self, shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+        """Return the rows of the matrix over all parameters with these shapes."""
+        return (sum(map(prod, shapes)),)
 
 
 def per_example(gradient: Array, reduction: BroadcastShape) -> Array:

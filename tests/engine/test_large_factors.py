@@ -84,8 +84,13 @@ def test_a_kind_without_another_approximation_is_refreshed_less_often():
 @pytest.mark.parametrize(
     ("sides", "approximation", "shapes"),
     [
-        ((2, 1025), "kron", ((2, 2), (1025, 1025))),
-        ((2, 1026), "kron_blocks", ((2, 2), (2, 513, 513))),
+        ((2, 577), "kron", ((2, 2), (577, 577))),
+        ((2, 578), "kron_blocks", ((2, 2), (2, 289, 289))),
+        ((2, 577, 3), "kron", ((577, 577), (3, 3))),
+        ((2, 578, 3), "kron_blocks", ((2, 289, 289), (3, 3))),
+        # Features of the data
+        ((1025, 2), "kron", ((1025, 1025), (2, 2))),
+        ((1025, 578), "kron_blocks", ((1025, 1025), (2, 289, 289))),
         ((4608, 2), "kron_blocks", ((9, 512, 512), (2, 2))),
         ((2, 8192), "kron_blocks", ((2, 2), (16, 512, 512))),
         ((2, 8193), "kron_blocks", ((2, 2), (8193,))),
@@ -93,12 +98,12 @@ def test_a_kind_without_another_approximation_is_refreshed_less_often():
 )
 def test_the_size_of_a_layer_decides_its_default(sides, approximation, shapes):
     model = chain(*sides)
-    (layer,) = ke.Engine.from_onnx(model, loss="categorical").layers
+    layer = ke.Engine.from_onnx(model, loss="categorical").layers[-1]
     assert layer.approximation == approximation
     assert layer.factor_shapes == shapes
     assert not list(large_factor_notes([layer]))
     # A choice of the user holds for all sizes.
-    (layer,) = ke.Engine.from_onnx(model, loss="categorical", **DENSE).layers
+    layer = ke.Engine.from_onnx(model, loss="categorical", **DENSE).layers[-1]
     assert layer.approximation == "kron"
 
 

@@ -77,23 +77,27 @@ class Side:
     factor: type[FisherFactor]  # class of the factor
     # Returns the shape of the average for a matrix of a given size.
     shape: Callable[[int], tuple[int, ...]] = _square
-    # Returns the form for a matrix of a given size; None for one form of all sizes.
-    sized: "Callable[[int], Side] | None" = None
+    # Returns the form for a matrix of a given size, of which a given number of rows stays whole;
+    # None for one form of all sizes.
+    sized: "Callable[[int, int], Side] | None" = None
 
-    def of(self, d: int) -> "Side":
-        """Return the form for a matrix of ``d`` rows."""
-        return self if self.sized is None else self.sized(d)
+    def of(self, d: int, whole: int = LARGEST_BLOCK) -> "Side":
+        """Return the form for a matrix of ``d`` rows; up to ``whole`` rows are not divided."""
+        return self if self.sized is None else self.sized(d, whole)
 
 
 DENSE = Side(KroneckerMoment, DenseSquareMatrixFactor)
 DIAGONAL = Side(KroneckerDiagonal, DiagonalFactor, _line)
+# Largest number of rows that stay whole if they are features of the data, which are damped one by
+# one: 1,024 features, and the row of a bias.
+LARGEST_OF_DATA = 1025
 # Largest number of rows of a side that ``BY_SIZE`` divides into blocks; a wider one is diagonal.
 LARGEST_DIVIDED = 8192
 
 
-def _by_size(d: int) -> Side:
+def _by_size(d: int, whole: int) -> Side:
     """Return the form of a side of ``d`` rows: dense, block-diagonal or diagonal."""
-    if d <= LARGEST_BLOCK:
+    if d <= whole:
         return DENSE
     if d <= LARGEST_DIVIDED:
         return Side(partial(DividedMoment, side=d), DividedFactor, block_shape)
@@ -151,8 +155,7 @@ class KroneckerProductFB(FisherBlock):
         input_side, output_side = self._sides
         if input_side.sized or output_side.sized:
             weight = collection.require_shape(uses(self.params or ())[0])
-            sizes = form.packing.matrix_shape(weight)
-            input_side, output_side = (s.of(d) for s, d in zip(self._sides, sizes, strict=True))
+            input_side, output_side = self._formed(weight)
         in_batch = {"batch": collection.batch_value, "exact": collection.batch_is_exact}
         options = {"num_uses": form.num_uses, **in_batch}
 
@@ -168,8 +171,18 @@ class KroneckerProductFB(FisherBlock):
         A = self._make_factor(input_side.factor, of_inputs, grads_list)
         G = self._make_factor(output_side.factor, of_gradients, grads_list)
         self._factors = A, G
-        if type(A) is DenseSquareMatrixFactor and collection.data.issuperset(A.names()):
+        if type(A) is DenseSquareMatrixFactor and self._reads_data():
             A.damped_by_feature = self._is_relative
+
+    def _reads_data(self) -> bool:
+        """Return whether the features of the inputs are those of an input of the model."""
+        return all(self._collection.data.issuperset(inputs) for inputs, _ in self._parts)
+
+    def _formed(self, weight: tuple[int, ...]) -> list[Side]:
+        """Return the forms of both sides for a weight of a given shape."""
+        whole = LARGEST_OF_DATA if self._reads_data() else LARGEST_BLOCK, LARGEST_BLOCK
+        sizes = self.packing.matrix_shape(weight)
+        return [s.of(d, most) for s, d, most in zip(self._sides, sizes, whole, strict=True)]
 
     # -- factors --------------------------------------------------------------------------------
 
@@ -196,9 +209,8 @@ class KroneckerProductFB(FisherBlock):
         return reader.rows(self.form)
 
     def factor_shapes(self, shapes: Sequence[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
-        d_in, d_out = self.packing.matrix_shape(shapes[0])
-        pairs = zip(self._sides, (d_in, d_out), strict=True)
-        return tuple(side.of(d).shape(d) for side, d in pairs)
+        sides = zip(self._formed(shapes[0]), self.packing.matrix_shape(shapes[0]), strict=True)
+        return tuple(side.shape(d) for side, d in sides)
 
     @property
     def repeats(self) -> float:

@@ -20,8 +20,8 @@ from kfac_engine.curvature.factors.refresh import Damping
 from kfac_engine.curvature.factors.stacked import StackedSquareFactor
 from kfac_engine.curvature.factors.statistics import KroneckerMoment, at_least, scale
 
-# Largest number of rows of a whole matrix: 1,024 inputs, and the row of a bias.
-LARGEST_BLOCK = 1025
+# Largest number of rows of a whole matrix: 3 × 3 pixels of 64 channels, and the row of a bias.
+LARGEST_BLOCK = 577
 # Largest number of rows of a block of a wider one. Half the rows take two thirds of the products,
 # and a third of the time of a refresh, and train as well.
 LARGEST_PART = 513

@@ -31,10 +31,11 @@ BLOCK, WIDEST, N = 3, 11, 9
 
 @pytest.fixture
 def narrow(monkeypatch):
-    """Sides of more than 3 rows are divided, and of more than 11 rows diagonal."""
+    """Sides of more than 3 rows (data: 9) are divided, and of more than 11 rows diagonal."""
     monkeypatch.setattr(divided, "LARGEST_BLOCK", BLOCK)
     monkeypatch.setattr(divided, "LARGEST_PART", BLOCK)
     monkeypatch.setattr(kronecker, "LARGEST_BLOCK", BLOCK)
+    monkeypatch.setattr(kronecker, "LARGEST_OF_DATA", 3 * BLOCK)
     monkeypatch.setattr(kronecker, "LARGEST_DIVIDED", WIDEST)
 
 
@@ -105,20 +106,36 @@ def test_products_are_those_of_the_dense_blocks(layer, sides, bias, dtype, toler
 
 
 @pytest.mark.usefixtures("narrow")
-def test_a_relative_damping_is_that_of_each_block():
-    collection, values, A, G, _ = dense(8, 2, True, np.float64, np.random.default_rng(1))
+@pytest.mark.parametrize("of_data", [False, True], ids=["divided", "whole"])
+def test_a_relative_damping_is_that_of_each_block_or_feature(of_data):
+    collection, values, A, G, _ = dense(8, 9, True, np.float64, np.random.default_rng(1))
+    collection.data = frozenset({"x"} if of_data else ())
     values["x"][:, :3] *= 10.0
-    A = blocks_of(second_moment(values["x"], has_bias=True))
+    A = second_moment(values["x"], has_bias=True)
     block = observe(collection, [["ds"]], [values], damping=ke.RelativeDamping(0.04), exps=(-1,))
-    number = number_of_block(9)
-    means = np.array([np.trace(A[number == b][:, number == b]) / 3 for b in number])
-    inverse = np.linalg.inv(np.kron(A + 0.2 * np.diag(means), G + 0.1 * np.trace(G) * np.eye(2)))
-    found = as_matrix(block.multiply_inverse, [(8, 2), (2,)], plain_packing)
+    assert block.factor_shapes([(8, 9), (9,)]) == ((9, 9) if of_data else (3, 3, 3), (3, 3, 3))
+    A, G = A if of_data else blocks_of(A), blocks_of(G)
+    levels = moments_of_features(A) if of_data else means_of_blocks(A)
+    damped = A + 0.2 * np.diag(levels), G + 0.2 * np.diag(means_of_blocks(G))
+    inverse = np.linalg.inv(np.kron(*damped))
+    found = as_matrix(block.multiply_inverse, [(8, 9), (9,)], plain_packing)
     np.testing.assert_allclose(found, inverse, atol=EXACT * abs(inverse).max())
 
 
+def means_of_blocks(matrix):
+    """The mean eigenvalue of the block of each row."""
+    number = number_of_block(len(matrix))
+    return np.array([np.diagonal(matrix)[number == b].mean() for b in number])
+
+
+def moments_of_features(matrix):
+    """The second moments, at least 0.3 times the median of those of the features."""
+    moments = np.diagonal(matrix)
+    return np.append(np.maximum(moments[:-1], 0.3 * np.median(moments[:-1])), moments[-1])
+
+
 @pytest.mark.parametrize(
-    ("side", "shape"), [(1025, (1, 1025)), (1026, (2, 513)), (4608, (9, 512)), (8192, (16, 512))]
+    ("side", "shape"), [(577, (1, 577)), (578, (2, 289)), (1027, (3, 343)), (8192, (16, 512))]
 )
 def test_the_least_number_of_blocks_of_equal_size(side, shape):
     assert block_shape(side) == (*shape, shape[1])
@@ -173,17 +190,17 @@ def test_steps_of_several_processes_equal_those_of_one(distribution):
 
 def test_the_defaults_of_wide_layers_in_a_training_file(tmp_path, monkeypatch):
     monkeypatch.setattr(refreshes, "_CHEAP", 0)  # the first refreshes wait
-    net, x, sides = models.Net(), "input", (5, 1030, 3, 8200, 3)
+    net, x, sides = models.Net(), "input", (580, 590, 3, 8200, 3)
     for i, (d_in, d_out) in enumerate(pairwise(sides)):
         w = net.weight(f"w{i}", d_in, d_out, spread=d_in**-0.5)
         product = net.op("MatMul", x, w, to=f"product{i}")
         sums = net.op("Add", product, net.weight(f"b{i}", d_out), to=f"sum{i}")
         x = net.op("Tanh", sums, to=f"x{i}") if i < len(sides) - 2 else sums
-    model = net.model({"input": ["batch", 5]}, {x: ["batch", 3]})
+    model = net.model({"input": ["batch", sides[0]]}, {x: ["batch", 3]})
     layers = ke.Engine.from_onnx(model, loss="categorical").layers
     assert [layer.approximation for layer in layers] == ["kron_blocks"] * 4
     blocks, diagonals = [layer.factor_shapes for layer in layers[:2]], layers[2:]
-    assert blocks == [((6, 6), block_shape(1030)), (block_shape(1031), (3, 3))]
+    assert blocks == [((581, 581), block_shape(590)), (block_shape(591), (3, 3))]
     shapes = [layer.factor_shapes for layer in diagonals]
     assert shapes == [((4, 4), (8200,)), ((8201,), (3, 3))]
     draw = lambda rng, n: rng.integers(0, 3, n)  # noqa: E731
