@@ -183,6 +183,7 @@ def take_steps(fields: Mapping[str, Any], threads: int, rounds: int) -> Steps:
     engine = Engine.from_onnx(
         net.data, loss="categorical", estimation_mode=shape.mode, threads=threads,
         schedule=Schedule(1, shape.refresh_every), trainable=shape.trained or None,
+        approximations={"fully_connected": "kron"},  # factors as wide as the layers
     )  # fmt: skip
     forget_peak()
     engine.step(inputs, targets)
