@@ -154,6 +154,12 @@ def test_call_without_model_or_loss_raises_error(args, options):
         ke.Engine.from_onnx(*args, **options)
 
 
+@pytest.mark.parametrize(("args", "options"), [((), {}), ((MODEL,), {"loss": "categorical"})])
+def test_engine_without_from_onnx_raises_error(args, options):
+    with pytest.raises(ke.InputError, match=r"call Engine\.from_onnx\(model, loss=\.\.\.\)"):
+        ke.Engine(*args, **options)
+
+
 def test_model_may_be_keyword_argument():
     engine = ke.Engine.from_onnx(loss="categorical", model=MODEL)
     assert list(engine.parameters) == list(engine_of().parameters)

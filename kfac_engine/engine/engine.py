@@ -84,6 +84,12 @@ class Engine(Summarized, TrainableModel):
 
     _fixed = tuple(field.name for field in fields(EngineOptions))
 
+    def __new__(cls, *parts: object, **options: object) -> "Engine":
+        """Refuse a model, which ``from_onnx`` takes."""
+        if not parts or not isinstance(parts[0], Assembly):
+            raise InputError("Engine has no model yet: call Engine.from_onnx(model, loss=...)")
+        return super().__new__(cls)
+
     def __init__(
         self,
         assembly: Assembly,
