@@ -97,7 +97,7 @@ def test_steps_equal_those_of_one_process(case):
 # Place of a failure to the object and the function that fail before an average moves.
 PHASES = {
     "forward": (lambda engine: engine.passes, "trace"),
-    "backward": (lambda engine: engine.passes, "_differentiate"),
+    "backward": (lambda engine: engine.passes.arrays, "for_backend"),
     "statistics": (lambda engine: engine.fisher, "measure"),
 }
 
