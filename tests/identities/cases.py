@@ -30,7 +30,7 @@ Array = NDArray[Any]
 DAMPING = ke.RelativeDamping(0.1)
 OPTIMIZERS: Mapping[str, tuple[type, dict[str, Any]]] = {
     "kfac": (ke.KfacOptimizer, {}),
-    "kfac, no decay": (ke.KfacOptimizer, {"weight_decay": 0.0}),
+    "kfac, no counts": (ke.KfacOptimizer, {"weight_decay": 0.0, "damping": 0.1}),
     "kfac, rate": (ke.KfacOptimizer, {"learning_rate": 0.05, "damping": ke.RelativeDamping(0.2)}),
     "adamw": (ke.AdamW, {"learning_rate": 0.01}),
     "muon": (ke.Muon, {"learning_rate": 0.01}),

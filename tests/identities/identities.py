@@ -337,7 +337,7 @@ def of_files(case: Case) -> Case:
     optimizer = case.optimizer
     if optimizer.startswith("kfac"):
         sampled = all(h.loss in ("categorical", "normal", "multi_bernoulli") for h in case.heads)
-        optimizer = "kfac, no decay" if sampled else "adamw"
+        optimizer = "kfac, no counts" if sampled else "adamw"
     return replace(case, optimizer=optimizer, mode="gradients")
 
 
