@@ -150,10 +150,10 @@ class BatchShards:
         self, losses: Sequence[float], residuals: Residuals | None
     ) -> tuple[list[float], Residuals]:
         """Return the sums of losses and residuals over all processes."""
-        sums = {} if residuals is None else residuals.sums
+        sums, errors = ({}, None) if residuals is None else (residuals.sums, residuals.errors)
         if self.alone:
             on_host = {n: tuple(map(_in_float64, entry)) for n, entry in sums.items()}
-            return [*map(float, losses)], Residuals(on_host)
+            return [*map(float, losses)], Residuals(on_host, errors=errors)
         entries = {(n, i): x for n, entry in sums.items() for i, x in enumerate(entry)}
         # The sums of features are arrays; their lengths may differ, as those of sequences do.
         features = {place: x for place, x in entries.items() if np.ndim(x)}
@@ -169,7 +169,8 @@ class BatchShards:
             self.sum(arrays)
         every = dict(zip([*numbers, *features], [*totals[len(losses) :], *arrays], strict=True))
         return totals[: len(losses)], Residuals(
-            {n: tuple([every[n, i] for i in range(len(entry))]) for n, entry in sums.items()}
+            {n: tuple([every[n, i] for i in range(len(entry))]) for n, entry in sums.items()},
+            errors=errors,
         )
 
 

@@ -122,6 +122,9 @@ class Residuals:
     sums: dict[tuple[int, str], tuple[Any, ...]] = field(default_factory=dict)
     # The argument of ``target_sums`` of each loss function; none if they are not known.
     centres: Sequence[Any] = ()
+    # The gradients at the predictions of this process, in order of parts, each divided by the root
+    # of its weight, so that their squares have the sum above; None if they are not kept.
+    errors: list[Array] | None = None
     # The results of ``_squares`` for entries of ``sums``, which several methods read.
     _known: dict[tuple[int, str], tuple[Any, Any]] = field(default_factory=dict)
 
@@ -135,7 +138,10 @@ class Residuals:
             wide = gradient.astype(np.result_type(gradient.dtype, np.float32), copy=False)
             squares = wide * wide
             if weights is not None and weights.dtype.kind != "b":
-                squares = wide / array_module(wide).where(weights > 0, weights, 1) * wide
+                divisors = array_module(wide).where(weights > 0, weights, 1)
+                squares, wide = wide / divisors * wide, wide / root(divisors)
+            if self.errors is not None:
+                self.errors.append(wide)
             observed = observed + squares.sum(dtype=np.float64)
         sums = loss.target_sums(seen, gradients, *self.centres[number : number + 1])
         new = (observed, loss.expected_squares(values, weights), *sums)

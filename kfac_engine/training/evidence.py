@@ -10,7 +10,7 @@ Source: D. J. C. MacKay 1992, "Bayesian interpolation", Neural Computation 4(3),
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from math import sqrt
+from math import inf, sqrt
 from typing import NamedTuple
 
 import numpy as np
@@ -38,6 +38,12 @@ _REPLACED = 0.8
 # Passes of the fixed point: the logarithm of a precision halves its distance in each.
 _PASSES = 12
 _LEAST = 1e-30  # least divisor
+# Largest number of rows whose nearest rows are sought.
+_SOUGHT = 512
+# Squared distance of equal rows, relative to their squares: rounding.
+_EQUAL = 1e-12
+# Part of the errors that neighbours leave, below which the errors are no noise.
+_LEFT = 1 / 3
 
 
 class Evidence(NamedTuple):
@@ -79,11 +85,12 @@ class ShrinkageByEvidence:
 
     γ is the number of parameters that the examples determine. T is the noise: for squared errors
     their mean, at most that of the mean target, relative to the variance of the loss, and 1 for
-    classes. In a network that has fitted noise, the product of a weight and its gradient on new
-    examples is larger than on the examples of the training, by about T γ / N. The term adds as
-    much. r is the residual (``Residuals.size``), an average over about twenty steps. It weakens the
-    term where little noise is left, because a run ends long before the minimum, which the evidence
-    assumes.
+    classes. It is 0 while most of the errors are predicted by those of neighbouring rows
+    (``left_by_neighbours``), which are then not learned yet. In a network that has fitted noise,
+    the product of a weight and its gradient on new examples is larger than on the examples of the
+    training, by about T γ / N. The term adds as much. r is the residual (``Residuals.size``), an
+    average over about twenty steps. It weakens the term where little noise is left, because a run
+    ends long before the minimum, which the evidence assumes.
 
     With ``damps``, the relative damping ε of the block becomes ``ε + r λ / mean(h)`` with ::
 
@@ -126,19 +133,31 @@ class ShrinkageByEvidence:
         """Return whether the rows are enough for the evidence."""
         return seen.familiar if self.few else seen.many
 
+    def reads_errors(self, evidence: Evidence, step: int) -> bool:
+        """Return whether a step may compute precisions from the errors of its rows."""
+        return self.few and bool(self.blocks) and step >= evidence.due
+
     def is_due(self, evidence: Evidence, step: int, seen: SeenExamples) -> bool:
         """Return whether a step computes the precisions; ``step`` is the number of steps so far."""
         return step >= evidence.due and self._knows(seen) and seen.share > 0
 
     def measured(
-        self, evidence: Evidence, step: int, seen: SeenExamples, values: Vector, rows: float
+        self,
+        evidence: Evidence,
+        step: int,
+        seen: SeenExamples,
+        values: Vector,
+        rows: float,
+        left: float = 1.0,
     ) -> Evidence:
         """Return the evidence with precisions from the averages of the blocks and the weights.
 
-        ``rows`` is the number of rows in an averaged gradient, if all are different.
+        ``rows`` is the number of rows in an averaged gradient, if all are different. ``left`` is
+        ``left_by_neighbours``; errors of which less than a third is left are no noise.
         """
-        of_all = seen.scarcity * evidence.noise
-        of_average = evidence.noise / min(rows, seen.different) if self.damps else 0.0
+        noise = evidence.noise if left >= _LEFT else 0.0
+        of_all = seen.scarcity * noise
+        of_average = noise / min(rows, seen.different) if self.damps else 0.0
         pairs: list[tuple[float, float]] = []
         for name, block in self.blocks.items():
             h, square = _eigenvalues(block), max(float(np.vdot(values[name], values[name])), _LEAST)
@@ -159,6 +178,36 @@ class ShrinkageByEvidence:
         """Return the multiple of each weight that its gradient receives."""
         pairs = zip(self.blocks, evidence.precisions, strict=True)
         return {name: evidence.residual * precision for name, precision in pairs}
+
+
+def left_by_neighbours(inputs: Array, errors: Array) -> float:
+    """Return the part of squared errors that the errors of the nearest rows do not predict.
+
+    It is the sum of the squares of the differences of the errors of each row and of the row with
+    the nearest inputs, relative to that of the errors. It is 2 for noise, because the difference of
+    two noises has twice the square of one. Errors of a function that is not learned yet are alike
+    in rows that are close.
+
+    Args:
+        inputs: The inputs of each row, ``(rows, columns)``; the columns may have any units.
+        errors: The errors of each row, ``(rows, features)``.
+
+    Returns:
+        The part, of 512 rows if there are more. Rows with equal inputs are not compared: a row that
+        a batch has twice would leave no errors. The part is 1 if no others remain, or no errors.
+    """
+    every = slice(None, None, -(-len(inputs) // _SOUGHT) or 1)
+    x, e = inputs[every].astype(np.float64), errors[every].astype(np.float64)
+    spreads = x.std(axis=0)
+    x = (x - x.mean(axis=0)) / (spreads + (spreads == 0))
+    squares = (x * x).sum(axis=1)
+    sums = squares[:, None] + squares
+    distances = sums - 2 * (x @ x.T)
+    distances[distances <= _EQUAL * sums] = inf
+    nearest, compared = distances.argmin(axis=1), np.isfinite(distances).any(axis=1)
+    total = float((e[compared] ** 2).sum())
+    differences = (e - e[nearest])[compared]
+    return float((differences**2).sum()) / total if total else 1.0
 
 
 def _eigenvalues(block: FisherBlock) -> Array:

@@ -32,7 +32,12 @@ from kfac_engine.training.adaptive_lengths import (
 from kfac_engine.training.checkpoint import COUNTER, Number, Numbers, SavedState, saved
 from kfac_engine.training.curvature_updates import CurvatureUpdates, PartialBatch
 from kfac_engine.training.damping_adaptation import DampingAdaptation
-from kfac_engine.training.evidence import Evidence, ShrinkageByEvidence, shrinkage_by_evidence
+from kfac_engine.training.evidence import (
+    Evidence,
+    ShrinkageByEvidence,
+    left_by_neighbours,
+    shrinkage_by_evidence,
+)
 from kfac_engine.training.gauss_newton import FOLLOWS, MOMENTUM, GaussNewtonUpdate
 from kfac_engine.training.kfac_updates import (
     Correction,
@@ -53,7 +58,7 @@ from kfac_engine.training.optimizer import (
 )
 from kfac_engine.training.quadratic_update import QuadraticUpdate
 from kfac_engine.training.repeated_batch import RepeatedBatch, divided, mark, mark_of_rest
-from kfac_engine.training.seen_examples import SeenExamples, fingerprints
+from kfac_engine.training.seen_examples import SeenExamples, fingerprints, gathered
 from kfac_engine.training.stacked_update import StackedUpdate, stacked_update
 from kfac_engine.training.vectors import Vector, Zeros, add_multiple, dot
 
@@ -331,7 +336,8 @@ class KfacOptimizer(Optimizer):
         self, batch: Sequence[Batch], scale: float, clock: StageClock, undo: Undo
     ) -> Proposal:
         features = FeaturePowers(self.feature_inputs, self.engine.collection.backend)
-        residuals = Residuals() if self._auto else None
+        reads = self._shrinkage.reads_errors(self._basis.evidence, self.steps)
+        residuals = Residuals(errors=[] if reads else None) if self._auto else None
         # A step with rows reads no gradients, unless its batch has other examples.
         of_rows = not self._rule.measures
         loss, gradients, of_all, bound = self._differentiated(
@@ -482,7 +488,7 @@ class KfacOptimizer(Optimizer):
             repeated = self._repeated_with(batch, drawn, loss, clock)
             self._follow(self._rules[1 + int(repeated.rule) if repeated.exact else 0], undo)
         if self._shrinkage.blocks and residuals is not None and self._rule is self._given:
-            evidence = self._evidence_with(residuals, seen, tells=not repeated.refused)
+            evidence = self._evidence_with(batch, residuals, seen, tells=not repeated.refused)
         return Basis(batch, loss, seen, repeated, evidence=evidence)
 
     def _rate(self, scale: Any, steps: int) -> Any:
@@ -598,7 +604,9 @@ class KfacOptimizer(Optimizer):
         with clock("statistics"):
             return repeated.following(0 if update.suits(batch) else 1)
 
-    def _evidence_with(self, residuals: Residuals, seen: SeenExamples, *, tells: bool) -> Evidence:
+    def _evidence_with(
+        self, batch: Sequence[Batch], residuals: Residuals, seen: SeenExamples, *, tells: bool
+    ) -> Evidence:
         """Return the evidence of all steps and of a batch, for weights that shrink by evidence.
 
         ``tells`` is whether residuals measure the noise; exact steps may have fitted it.
@@ -611,7 +619,29 @@ class KfacOptimizer(Optimizer):
             return evidence
         self.engine.fisher.division.complete()
         rows = _AVERAGED * sum(map(sum, self.engine.passes.part_sizes))
-        return rule.measured(evidence, self.steps, seen, self._parameters(), rows)
+        left = self._left_by_neighbours(batch, residuals.errors or ())
+        return rule.measured(evidence, self.steps, seen, self._parameters(), rows, left)
+
+    def _left_by_neighbours(self, batch: Sequence[Batch], errors: Sequence[Array]) -> float:
+        """Return ``left_by_neighbours`` of the batch of all processes; 1 without errors."""
+        passes, objective = self.engine.passes, self.engine.objective
+        backend, axes = self.engine.collection.backend, self.engine.example_axes.inputs
+        if not errors or not all(map(all, passes.part_sizes)):  # a process may have no rows
+            return 1.0
+
+        def rows(array: Array, axis: int) -> Array:
+            on_host = np.moveaxis(backend.to_numpy(backend.asarray(array)), axis, 0)
+            return on_host.reshape(len(on_host), -1)
+
+        of_errors, parts = objective.axes.get(objective.inputs[0], 0), []
+        for (inputs, *_), error in zip(batch, errors, strict=True):
+            of_part = [rows(inputs[name], axes[name]) for name in sorted(axes.keys() & inputs)]
+            of_part.append(rows(error, of_errors).reshape(len(of_part[0]), -1))
+            parts.append(np.concatenate(of_part, axis=1, dtype=np.float64))
+        ranks, columns = passes.agreement, sum(array.shape[1] for array in of_part[:-1])
+        with ranks.exchanging():
+            whole = gathered(np.concatenate(parts), ranks.communicator, passes.part_sizes)
+        return left_by_neighbours(whole[:, :columns], whole[:, columns:])
 
     def _follow(self, rule: Rule, undo: Undo) -> None:
         """Follow a rule from this step on; a change of the rule resets the optimizer's state."""

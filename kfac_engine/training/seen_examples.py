@@ -136,13 +136,24 @@ def fingerprints(
     else:
         parts = [fingerprints_of_part(inputs, axes.inputs, backend) for inputs, *_ in batch]
     shard = parts[0] if len(parts) == 1 else np.concatenate(parts)
+    whole = gathered(shard, communicator, sizes)
+    return whole[whole > 0]
+
+
+def gathered(shard: Array, communicator: Communicator, sizes: Sequence[Sequence[int]]) -> Array:
+    """Return the rows of all processes, in order of ranks, in double precision.
+
+    ``shard`` are the rows of this process, ``(examples,)`` or ``(examples, columns)``. ``sizes`` is
+    as for ``fingerprints``. Rows that a process does not have are zeros.
+    """
     if communicator.size == 1:
         return shard
     counts = [sum(of_rank) for of_rank in zip(*sizes, strict=True)]
-    whole, start = np.zeros(sum(counts)), sum(counts[: communicator.rank])
+    columns = shard.shape[1:]
+    whole, start = np.zeros((sum(counts), *columns)), sum(counts[: communicator.rank])
     whole[start : start + len(shard)] = shard
-    communicator.allgather(whole, list(counts))
-    return whole[whole > 0]
+    communicator.allgather(whole.reshape(-1), [prod(columns) * count for count in counts])
+    return whole
 
 
 def fingerprints_of_part(

@@ -60,6 +60,17 @@ def at(array, selection):
 
 
 @every_kind
+def test_kept_errors_have_the_squares_of_the_residuals(kind):
+    """Closed form: errors by the variance and times the roots of their weights."""
+    term, w = ke.Normal(var=0.5).on("z", targets="t"), KINDS[kind](MEANS)
+    objective, residuals = Objective((RegisteredLoss("loss", term),), "sum"), Residuals(errors=[])
+    values = {"z": Z, "t": MEANS} | ({} if w is None else {weights_of("t"): w})
+    objective.value_and_cotangents(values, 1.0, objective.observe(values), residuals)
+    full = 1.0 if w is None else np.sqrt(w.reshape(N, -1))
+    np.testing.assert_allclose(residuals.errors, [full * (Z - MEANS) / 0.5], atol=1e-12)
+
+
+@every_kind
 @pytest.mark.parametrize("var", [0.5, 7.0])
 def test_residuals_of_means_are_relative_to_the_deviations_that_count(var, kind):
     """Closed form: squared errors and squared deviations from the mean of each feature."""

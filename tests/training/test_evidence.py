@@ -5,9 +5,12 @@ import pytest
 from scipy.optimize import brentq
 
 import kfac_engine as ke
+from kfac_engine.bench.training import models
 from kfac_engine.curvature.blocks.base import uses
-from kfac_engine.training.evidence import Evidence
+from kfac_engine.training import kfac
+from kfac_engine.training.evidence import Evidence, left_by_neighbours
 from tests.comparing import assert_arrays_equal
+from tests.distributed.threads import run
 from tests.models import written
 
 ROWS, COLUMNS, BATCH = 1280, 6, 128
@@ -43,13 +46,15 @@ def precisions(optimizer):
     return optimizer.state().arrays["evidence"]["precisions"]
 
 
-@pytest.mark.parametrize("rows", [300, 2000])
-def test_precisions_and_dampings_are_fixed_points_of_the_evidence(rows):
+@pytest.mark.parametrize(("rows", "left"), [(300, 1.0), (2000, 0.4), (300, 0.3)])
+def test_precisions_and_dampings_are_fixed_points_of_the_evidence(rows, left):
     """The truth: eigenvalues of whole blocks, a root by bisection, and the count of the rows."""
     optimizer = trained(ke.KfacOptimizer(engine_of()), 3)
     engine, rule = optimizer.engine, optimizer._shrinkage
     basis = optimizer._basis
-    found = rule.measured(basis.evidence, optimizer.steps, basis.seen, engine.parameters, rows)
+    found = rule.measured(
+        basis.evidence, optimizer.steps, basis.seen, engine.parameters, rows, left
+    )
     again = (2 / 3) / ROWS  # of the rows of three epochs, two thirds came again
     for name, *own in zip(rule.blocks, found.precisions, found.dampings, strict=True):
         (block,) = [b for key, b in engine.collection.fisher_blocks.items() if uses(key)[0] == name]
@@ -58,12 +63,12 @@ def test_precisions_and_dampings_are_fixed_points_of_the_evidence(rows):
         for number, part, unit in zip(
             own, (again, 1 / min(rows, ROWS)), (1, h.mean()), strict=True
         ):
-            scale = part * basis.evidence.noise / square
+            scale = part * basis.evidence.noise / square * (left > 1 / 3)
 
             def surplus(a, h=h, scale=scale):
                 return scale * (h / (h + a)).sum() - a
 
-            root = brentq(surplus, 1e-12, 1e3, xtol=1e-15)
+            root = brentq(surplus, 1e-12, 1e3, xtol=1e-15) if scale else 0.0
             assert number == pytest.approx(root / unit, rel=0.02)  # 12 passes; float32 averages
 
 
@@ -106,7 +111,7 @@ def test_weights_of_zero_have_a_finite_damping(of_weight):
     engine.set_parameters({"w1": np.full((16, 1), of_weight, np.float32)})
     optimizer, (x, y, *_) = ke.KfacOptimizer(engine, update_length=1e-6), table(1.0)
     for step in range(12):
-        optimizer.step(x[:64], y[:64] + step)
+        optimizer.step(x[:64], y[:64] * (1 + step))
     assert np.isfinite(engine.parameters["w1"]).all()
     assert 0 < max(optimizer._basis.evidence.dampings) <= 100
 
@@ -131,6 +136,100 @@ def test_noise_is_the_error_relative_to_the_variance_of_the_loss():
     variance = 0.5  # of the loss "normal"
     noise = optimizer.state().arrays["evidence"]["numbers"][1]
     assert noise == pytest.approx(error / variance, rel=0.1)  # the last batches, not all rows
+
+
+def by_search(x, errors):
+    """The part of the errors that those of the nearest other rows leave, one row at a time."""
+    x = x / np.where(x.std(axis=0) > 0, x.std(axis=0), 1)
+    differences, total = 0.0, 0.0
+    for row, error in zip(x, errors, strict=True):
+        others = [(sum((row - r) ** 2), i) for i, r in enumerate(x) if (row != r).any()]
+        if others:
+            differences += ((error - errors[min(others)[1]]) ** 2).sum()
+            total += (error**2).sum()
+    return differences / total if total else 1.0
+
+
+RNG = np.random.default_rng(5)
+POINTS = RNG.uniform(-1, 1, (60, 2))
+WAVES = np.stack([np.sin(3 * POINTS[:, 0]), np.cos(2 * POINTS[:, 1])], axis=1)
+NOISES = RNG.standard_normal((60, 2))
+# Inputs and errors, and bounds of the part of the errors that is left.
+LEFT = {
+    "a function": (POINTS, WAVES, (0.0, 0.15)),
+    "noise": (POINTS, NOISES, (1.4, 2.6)),
+    "a function with noise": (POINTS, WAVES + 0.4 * NOISES, (0.51, 0.9)),
+    "columns of other units": (POINTS * [1e-3, 1e5] + [7, 0], WAVES + 0.4 * NOISES, (0.51, 0.9)),
+    "a constant column": (np.insert(POINTS, 1, 3.0, axis=1), WAVES + 0.4 * NOISES, (0.51, 0.9)),
+    "noise of rows that come twice": (POINTS.repeat(2, 0), NOISES.repeat(2, 0), (1.4, 2.6)),
+    "a constant error": (POINTS, np.ones((60, 1)), (0.0, 0.0)),
+    "no error": (POINTS, np.zeros((60, 1)), (1.0, 1.0)),
+    "equal rows": (np.ones((8, 2)), NOISES[:8], (1.0, 1.0)),
+    "one row": (POINTS[:1], NOISES[:1], (1.0, 1.0)),
+}
+
+
+@pytest.mark.parametrize("case", LEFT)
+def test_errors_that_neighbours_predict_are_no_noise(case):
+    x, errors, (least, most) = LEFT[case]
+    found = left_by_neighbours(x.astype(np.float32), errors.astype(np.float32))
+    assert found == pytest.approx(by_search(x, errors), rel=1e-4)
+    assert least <= found <= most
+
+
+def test_at_most_512_rows_are_compared():
+    x, errors = RNG.uniform(-1, 1, (1500, 1)), RNG.standard_normal((1500, 1))
+    errors[::3] += 2 * np.sin(x[::3])  # each third row is one of 500
+    assert left_by_neighbours(x, errors) == pytest.approx(by_search(x[::3], errors[::3]), rel=1e-3)
+
+
+X = np.insert(RNG.uniform(-1, 1, (30, 1)), [0] * 5, 0.0, axis=1).astype(np.float32)
+Y = np.sin(X[:, 5:]) + RNG.standard_normal((30, 1)).astype(np.float32)
+
+
+def step_of(division, communicator=None):
+    """Take steps with a batch in parts, whose targets change; ``division`` has their rows."""
+    optimizer = ke.KfacOptimizer(engine_of(communicator=communicator), update_length=1e-5)
+    for step in range(9):
+        optimizer.step([({"input": X[rows]}, Y[rows] * (1 + step)) for rows in division])
+
+
+ALL = np.arange(30)
+DIVISIONS = {
+    "parts": lambda: step_of(np.split(ALL, [7, 20])),
+    "processes": lambda: run(3, lambda c: step_of([np.split(ALL, [4, 19])[c.rank]], c)),
+    "parts of processes": lambda: run(
+        2, lambda c: step_of([np.split(p, 2)[c.rank] for p in np.split(ALL, [10])], c)
+    ),
+}
+
+
+@pytest.mark.parametrize("case", DIVISIONS)
+def test_rows_are_compared_across_parts_and_processes(case, monkeypatch):
+    found = []
+
+    def noted(*rows):
+        found.append(left_by_neighbours(*rows))
+        return found[-1]
+
+    monkeypatch.setattr(kfac, "left_by_neighbours", noted)
+    step_of([ALL])
+    whole, found[:] = found[:], []
+    DIVISIONS[case]()
+    ranks = len(found) // len(whole)
+    assert sorted(found) == pytest.approx(sorted(whole * ranks), rel=1e-4)
+    assert len(whole) > 1
+    assert ranks
+
+
+def test_a_function_in_shuffled_batches_is_learned():
+    """Errors that are not learned were taken for noise, and the weights shrank to nothing."""
+    x = np.random.default_rng(2).uniform(-1, 1, (256, 1)).astype(np.float32)
+    y = np.sin(9 * x) + abs(x)
+    model = models.perceptron((1, 48, 48, 1), "Tanh", 2)
+    engine = ke.Engine.from_onnx(model.data, loss="normal", seed=0, threads=1)
+    ke.fit(engine, (x, y), batch_size=32, steps=700, seed=2)
+    assert ((engine.predict(x) - y) ** 2).mean() < 0.05 * y.var()
 
 
 RULES = {
