@@ -86,7 +86,8 @@ class GaussNewtonUpdate(Update):
         move = self._tried(equations, step)
         for name, array in equations.update.items():
             step.new_slots["momentum"][name][...] = array
-        return move
+        assert move.following is not None, "this update sets the damping"
+        return move._replace(missed=equations.missed(move.following))
 
     def suits(self, batch: Sequence[Batch]) -> bool:
         """Return whether the rows of a batch lie within the bounds of exact steps and memory."""
@@ -173,6 +174,7 @@ class _Equations:
     Attributes:
         loss: Loss of the batch, in float64.
         update: The update φ of the latest solution.
+        promised: Fall of the loss that the model predicted for the first solution.
     """
 
     def __init__(self, space: SampleSpace, step: StepInputs) -> None:
@@ -185,6 +187,11 @@ class _Equations:
             self._products = self._rows.gram()
         self._whole = len(self._rows.matrix) == space.rows
         self.update: dict[str, Array] = {}
+        self.promised = 0.0
+
+    def missed(self, damping: float) -> float:
+        """Return what was promised, if a damping is larger than the mean eigenvalue of R Rᵀ."""
+        return self.promised if damping > np.diagonal(self._products).mean() else 0.0
 
     def solved(self, damping: float, momentum: float) -> _Trial | None:
         """Return the solution; None if rounding makes the matrix indefinite."""
@@ -212,6 +219,7 @@ class _Equations:
             for name, value in step.parameters.items()
         }
         predicted = step.rate * slope + 0.5 * step.rate * step.rate * curvature
+        self.promised = self.promised or -predicted
         return _Trial(values, predicted, solution.iterations)
 
     def _centre(self, damping: float, momentum: float) -> NDArray[np.float64] | None:

@@ -364,8 +364,8 @@ class KfacOptimizer(Optimizer):
             powers if powers is None else backend.to_numpy(powers),
         )
         step = self._inputs(gradients, values, slots, self.steps, scale, residuals, facts)
-        decay = self._shrinkage.kept_decay(basis.seen) * step.decay
-        step = step._replace(decay=decay, batch=basis.batch, clock=clock)
+        decay = 0.0 if basis.repeated.paused else self._shrinkage.kept_decay(basis.seen)
+        step = step._replace(decay=decay * step.decay, batch=basis.batch, clock=clock)
         with backend.shared_reads():
             complete = self._rule.update.begin(step)
             if self._rule.measures:
@@ -373,8 +373,7 @@ class KfacOptimizer(Optimizer):
         move = complete()
         if self._exact:
             move = self._judged(move, basis.repeated)
-            repeated = basis.repeated.solved(move.iterations)
-            basis = basis._replace(following=move.following, repeated=repeated)
+            basis = self._basis_after(basis, move)
         self._next_basis = basis
         penalty = self._penalty() if self._l2 else 0.0
         report = StepReport(
@@ -699,6 +698,13 @@ class KfacOptimizer(Optimizer):
         if self._rule is self._given or not repeated.refused:
             return move
         return move._replace(values=self._lengths.kept(self._slots, self._parameters()))
+
+    def _basis_after(self, basis: Basis, move: Move) -> Basis:
+        """Return the basis of the step that follows a step which may be exact."""
+        repeated = basis.repeated
+        if self._rule is not self._given:
+            repeated = repeated.solved(move.iterations, move.missed, basis.loss)
+        return basis._replace(following=move.following, repeated=repeated)
 
     def _penalty(self) -> float:
         """Return ``½ l2 ‖θ‖²`` for the present parameters."""

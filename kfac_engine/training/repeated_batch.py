@@ -31,6 +31,9 @@ _COUNTED, _MOST_ITERATIONS = 4, 7.5
 # the first step with the batch: at the end of a trial, and in its second half. Before a function of
 # a high frequency is learned, that loss may rise for some steps.
 _RISE, _LARGE_RISE = 0.05, 0.5
+# Fall of the loss that an exact step has missed, relative to the fall so far, above which other
+# steps follow, and their number.
+_MISSED, _PAUSE = 1e-8, 300
 # Part of the examples that a trial leaves out.
 _LEFT_OUT = 0.2
 # A sum of fingerprints that are multiples of its inverse is exact, in any order.
@@ -62,12 +65,23 @@ class RepeatedBatch(NamedTuple):
         """Return this state, with the exact rule of this number for the steps that follow."""
         return self._replace(rule=float(rule))
 
-    def solved(self, iterations: int) -> "RepeatedBatch":
-        """Return the state after a step, from the iterations of one in the sample space.
+    def solved(self, iterations: int, missed: float, loss: float) -> "RepeatedBatch":
+        """Return the state after an exact step.
 
-        The second of the exact rules takes its place if the first steps needed many iterations.
+        Other steps follow where steps hardly move the parameters although the model predicts a
+        fall of the loss, as at the kinks of ReLUs. The second of the exact rules takes the place of
+        the first if the first steps in the sample space needed many iterations.
+
+        Args:
+            iterations: Iterations of the step, if it is one in the sample space.
+            missed: See ``Move.missed``.
+            loss: Loss of the batch before the step.
         """
-        if not self.exact or self.rule != 0 or self.counted >= _COUNTED:
+        if not self.exact:
+            return self
+        if not self.tries and missed > _MISSED * max(self.first - loss, 0.0):
+            return self._replace(repeats=float(_REPEATED - _PAUSE))
+        if self.rule != 0 or self.counted >= _COUNTED:
             return self
         counted, total = self.counted + 1, self.iterations + iterations
         slow = counted == _COUNTED and total > _COUNTED * _MOST_ITERATIONS
@@ -78,6 +92,11 @@ class RepeatedBatch(NamedTuple):
     def exact(self) -> bool:
         """Whether the step is exact."""
         return self.repeats >= _REPEATED and not self.refused
+
+    @property
+    def paused(self) -> bool:
+        """Whether other steps follow exact steps that no longer moved the parameters."""
+        return self.rule >= 0 and not self.refused and not self.exact
 
     @property
     def tries(self) -> bool:

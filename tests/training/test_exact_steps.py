@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 import kfac_engine as ke
-from kfac_engine.training import kfac
+from kfac_engine.training import kfac, repeated_batch
+from kfac_engine.training.repeated_batch import RepeatedBatch
 from tests.comparing import assert_arrays_close, assert_arrays_equal
 from tests.distributed import threads
 from tests.models import parsed
@@ -18,8 +19,8 @@ STOCHASTIC, QUADRATIC = 0.1, 1e-4  # damping of the first step
 CLOSE = 1e-6
 
 
-def network(widths, seed=0):
-    """A tanh network in float64."""
+def network(widths, seed=0, activation="Tanh"):
+    """A network in float64."""
     rng = np.random.default_rng(seed)
     weights, lines, last = {}, [], len(widths) - 2
     for i, sides in enumerate(pairwise(widths)):
@@ -29,7 +30,7 @@ def network(widths, seed=0):
         lines.append(f"m{i} = MatMul ({h}, W{i})")
         lines.append(f"{'y' if i == last else f's{i}'} = Add (m{i}, b{i})")
         if i < last:
-            lines.append(f"h{i} = Tanh (s{i})")
+            lines.append(f"h{i} = {activation} (s{i})")
     text = "\n".join(lines)
     d, k = widths[0], widths[-1]
     return parsed(f"net (double[n,{d}] x) => (double[n,{k}] y) {{\n{text}\n}}", weights)
@@ -135,6 +136,54 @@ def test_a_function_is_fitted_far_better_by_exact_steps(widths, y):
             optimizer.step({"x": X}, y)
         errors[name] = ((optimizer.engine.predict(X) - y) ** 2).mean()
     assert errors["default"] < 0.05 * errors["never exact"]
+
+
+GRID = np.stack(np.meshgrid(*2 * [np.linspace(-1, 1, 10)]), axis=-1).reshape(-1, 2)
+
+
+PLANE = np.sin(4 * GRID[:, :1]) * np.cos(3 * GRID[:, 1:])
+
+
+def errors_of(activation, seed, steps):
+    """Losses relative to the constant's, and whether each step was exact."""
+    optimizer = optimizer_of(network([2, 16, 16, 1], seed, activation))
+    reports = [optimizer.step({"x": GRID}, PLANE) for _ in range(steps)]
+    least = 0.5 * np.log(np.pi)  # of a loss with the variance 1/2
+    errors = np.array([report.loss for report in reports]) - least
+    return errors / PLANE.var(), np.array([report.learning_rate == 1 for report in reports])
+
+
+def test_other_steps_follow_where_kinks_stop_exact_ones():
+    gains = []
+    for seed in range(3):  # rounding decides whether a run meets a kink
+        errors, exact = errors_of("Relu", seed, 800)
+        if exact[BEFORE:].all():
+            continue
+        pause = BEFORE + int(np.argmin(exact[BEFORE:]))
+        assert exact[BEFORE:pause].all()
+        assert not exact[pause : pause + 299].any()
+        assert exact[pause + 299]
+        gains.append(errors[pause:].min() / errors[pause])
+    assert min(gains) < 0.2
+
+
+def test_steps_of_a_smooth_network_remain_exact():
+    errors, exact = errors_of("Tanh", 1, 250)
+    assert exact[BEFORE:].all()
+    assert errors[-1] < 1e-4
+
+
+# Parts of the fall of the loss, 1, that exact steps have missed.
+@pytest.mark.parametrize(
+    ("trial", "refused", "missed", "paused"),
+    [(30, 0, 1e-7, True), (30, 0, 1e-9, False), (30, 0, 0.0, False), (29, 0, 1e-7, False),
+     (30, 1, 1e-7, False)],
+)  # fmt: skip
+def test_a_missed_fall_ends_exact_steps_after_the_trial(trial, refused, missed, paused):
+    state = RepeatedBatch(1.0, 40, first=3.0, trial=trial, refused=refused, rule=0)
+    after = state.solved(3, missed, loss=2.0)
+    assert after.paused == paused
+    assert after.exact == (not (paused or refused))
 
 
 def shuffled(x, y, step):
@@ -355,8 +404,18 @@ def test_steps_in_the_sample_space_are_those_of_gauss_newton():
 @pytest.mark.parametrize("width", [20, 8])
 @pytest.mark.parametrize("steps", [3, BEFORE, BEFORE + 5, BEFORE + TRIAL + 3])
 def test_a_run_is_resumed_with_equal_bits(steps, width, tmp_path):
+    assert_resumed(network([1, width, 1]), steps, tmp_path)
+
+
+def test_a_run_between_exact_steps_is_resumed_with_equal_bits(tmp_path, monkeypatch):
+    monkeypatch.setattr(repeated_batch, "_MISSED", -1.0)  # each step after the trial misses
+    monkeypatch.setattr(repeated_batch, "_PAUSE", 8)
+    for steps in (BEFORE + 31, BEFORE + 35):
+        assert_resumed(network([1, 20, 1]), steps, tmp_path)
+
+
+def assert_resumed(make, steps, tmp_path):
     x, y = np.linspace(-1, 1, 48)[:, None], np.linspace(0, 1, 48)[:, None] ** 2
-    make = network([1, width, 1])
     whole, first, second = (optimizer_of(make) for _ in range(3))
     for _ in range(steps):
         whole.step({"x": x}, y)
