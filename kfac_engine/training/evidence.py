@@ -190,14 +190,19 @@ def left_by_neighbours(inputs: Array, errors: Array) -> float:
 
     Args:
         inputs: The inputs of each row, ``(rows, columns)``; the columns may have any units.
-        errors: The errors of each row, ``(rows, features)``.
+        errors: The errors of each row, ``(rows, features)``; those of targets that do not count are
+            0, and are not compared.
 
     Returns:
         The part, of 512 rows if there are more. Rows with equal inputs are not compared: a row that
         a batch has twice would leave no errors. The part is 1 if no others remain, or no errors.
     """
+    counts = errors.any(axis=1)
+    inputs, errors = inputs[counts], errors[counts]
     every = slice(None, None, -(-len(inputs) // _SOUGHT) or 1)
     x, e = inputs[every].astype(np.float64), errors[every].astype(np.float64)
+    if not len(x):
+        return 1.0
     spreads = x.std(axis=0)
     x = (x - x.mean(axis=0)) / (spreads + (spreads == 0))
     squares = (x * x).sum(axis=1)
@@ -205,9 +210,9 @@ def left_by_neighbours(inputs: Array, errors: Array) -> float:
     distances = sums - 2 * (x @ x.T)
     distances[distances <= _EQUAL * sums] = inf
     nearest, compared = distances.argmin(axis=1), np.isfinite(distances).any(axis=1)
-    total = float((e[compared] ** 2).sum())
-    differences = (e - e[nearest])[compared]
-    return float((differences**2).sum()) / total if total else 1.0
+    pairs = compared[:, None] & (e != 0) & (e[nearest] != 0)
+    total = float((e[pairs] ** 2).sum())
+    return float(((e - e[nearest])[pairs] ** 2).sum()) / total if total else 1.0
 
 
 def _eigenvalues(block: FisherBlock) -> Array:

@@ -87,7 +87,8 @@ class GaussNewtonUpdate(Update):
         for name, array in equations.update.items():
             step.new_slots["momentum"][name][...] = array
         assert move.following is not None, "this update sets the damping"
-        return move._replace(missed=equations.missed(move.following))
+        grows = move.following > step.damping
+        return move._replace(missed=equations.missed(move.following) if grows else 0.0)
 
     def suits(self, batch: Sequence[Batch]) -> bool:
         """Return whether the rows of a batch lie within the bounds of exact steps and memory."""

@@ -622,10 +622,15 @@ class KfacOptimizer(Optimizer):
         return rule.measured(evidence, self.steps, seen, self._parameters(), rows, left)
 
     def _left_by_neighbours(self, batch: Sequence[Batch], errors: Sequence[Array]) -> float:
-        """Return ``left_by_neighbours`` of the batch of all processes; 1 without errors."""
+        """Return ``left_by_neighbours`` of the batch of all processes.
+
+        It is 1 without errors, and where inputs have no axis of independent examples.
+        """
         passes, objective = self.engine.passes, self.engine.objective
-        backend, axes = self.engine.collection.backend, self.engine.example_axes.inputs
-        if not errors or not all(map(all, passes.part_sizes)):  # a process may have no rows
+        backend, examples = self.engine.collection.backend, self.engine.example_axes
+        axes = {} if examples.joint or examples.in_sets else examples.inputs
+        # A process may have no rows.
+        if not errors or not axes or not all(map(all, passes.part_sizes)):
             return 1.0
 
         def rows(array: Array, axis: int) -> Array:

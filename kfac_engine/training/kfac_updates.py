@@ -68,8 +68,8 @@ class Move(NamedTuple):
     damping: float | None = None  # λ of the step, if the update has chosen it
     following: float | None = None  # λ of the next step, if the update has chosen it
     iterations: int = 0  # number of iterations of conjugate gradients
-    # Fall of the loss that the model predicted, if an exact step needed so much damping that it
-    # hardly moves the parameters; 0 for other steps.
+    # Fall of the loss that the model predicted, if the damping of exact steps has grown until they
+    # hardly move the parameters; 0 for other steps.
     missed: float = 0.0
 
 

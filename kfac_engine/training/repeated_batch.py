@@ -80,7 +80,7 @@ class RepeatedBatch(NamedTuple):
         if not self.exact:
             return self
         if not self.tries and missed > _MISSED * max(self.first - loss, 0.0):
-            return self._replace(repeats=float(_REPEATED - _PAUSE))
+            return self._replace(repeats=float(_REPEATED - _PAUSE - 1))
         if self.rule != 0 or self.counted >= _COUNTED:
             return self
         counted, total = self.counted + 1, self.iterations + iterations

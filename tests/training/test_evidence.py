@@ -177,6 +177,17 @@ def test_errors_that_neighbours_predict_are_no_noise(case):
     assert least <= found <= most
 
 
+def test_targets_that_do_not_count_are_not_compared():
+    x = RNG.uniform(-1, 1, (300, 1))
+    errors = np.concatenate([np.sin(3 * x), RNG.standard_normal((300, 1))], axis=1)
+    counts = RNG.random((300, 1)) < 0.5
+    of_rows = left_by_neighbours(x, errors * counts)
+    assert of_rows == pytest.approx(left_by_neighbours(x[counts[:, 0]], errors[counts[:, 0]]))
+    # Without the second feature, only the first one is left.
+    assert left_by_neighbours(x, errors * [1, 0]) == pytest.approx(by_search(x, errors[:, :1]))
+    assert left_by_neighbours(x, 0 * errors) == 1
+
+
 def test_at_most_512_rows_are_compared():
     x, errors = RNG.uniform(-1, 1, (1500, 1)), RNG.standard_normal((1500, 1))
     errors[::3] += 2 * np.sin(x[::3])  # each third row is one of 500

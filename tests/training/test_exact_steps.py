@@ -161,8 +161,8 @@ def test_other_steps_follow_where_kinks_stop_exact_ones():
             continue
         pause = BEFORE + int(np.argmin(exact[BEFORE:]))
         assert exact[BEFORE:pause].all()
-        assert not exact[pause : pause + 299].any()
-        assert exact[pause + 299]
+        assert not exact[pause : pause + 300].any()
+        assert exact[pause + 300]
         gains.append(errors[pause:].min() / errors[pause])
     assert min(gains) < 0.2
 

@@ -68,7 +68,6 @@ class DenseSquareMatrixFactor(FisherFactor):
 
     is_symmetric = True
 
-    # Whether a damping of so many mean eigenvalues adds so many second moments of each feature.
     def __init__(
         self,
         statistic: Statistic,
