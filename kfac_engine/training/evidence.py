@@ -39,7 +39,7 @@ _REPLACED = 0.8
 _PASSES = 12
 _LEAST = 1e-30  # least divisor
 # Largest number of rows whose nearest rows are sought.
-_SOUGHT = 512
+MOST_COMPARED = 512
 # Squared distance of equal rows, relative to their squares: rounding.
 _EQUAL = 1e-12
 # Part of the errors that neighbours leave, below which the errors are no noise.
@@ -199,7 +199,7 @@ def left_by_neighbours(inputs: Array, errors: Array) -> float:
     """
     counts = errors.any(axis=1)
     inputs, errors = inputs[counts], errors[counts]
-    every = slice(None, None, -(-len(inputs) // _SOUGHT) or 1)
+    every = slice(None, None, -(-len(inputs) // MOST_COMPARED) or 1)
     x, e = inputs[every].astype(np.float64), errors[every].astype(np.float64)
     if not len(x):
         return 1.0

@@ -33,6 +33,7 @@ from kfac_engine.training.checkpoint import COUNTER, Number, Numbers, SavedState
 from kfac_engine.training.curvature_updates import CurvatureUpdates, PartialBatch
 from kfac_engine.training.damping_adaptation import DampingAdaptation
 from kfac_engine.training.evidence import (
+    MOST_COMPARED,
     Evidence,
     ShrinkageByEvidence,
     left_by_neighbours,
@@ -465,7 +466,7 @@ class KfacOptimizer(Optimizer):
         whole = rule.whole or (rule is self._given and bool(self.measures_whole(self._slots)))
         if self.shrinks_inputs and rule is self._given:
             share = 1.0 if whole else self._curvature.share
-            self._damp(basis.evidence, step.examples * share, undo)
+            self._damp(basis.evidence, max(step.examples * share, 1.0), undo)
         self._curvature.update(due, step.batch, step.clock, whole=whole, by_example=rule.whole)
 
     def _basis_with(
@@ -633,9 +634,12 @@ class KfacOptimizer(Optimizer):
         if not errors or not axes or not all(map(all, passes.part_sizes)):
             return 1.0
 
+        stride = -(-sum(map(sum, passes.part_sizes)) // MOST_COMPARED)
+        sizes = [[-(-size // stride) for size in of_part] for of_part in passes.part_sizes]
+
         def rows(array: Array, axis: int) -> Array:
-            on_host = np.moveaxis(backend.to_numpy(backend.asarray(array)), axis, 0)
-            return on_host.reshape(len(on_host), -1)
+            chosen = np.moveaxis(array, axis, 0)[::stride]
+            return backend.to_numpy(backend.asarray(chosen)).reshape(len(chosen), -1)
 
         of_errors, parts = objective.axes.get(objective.inputs[0], 0), []
         for (inputs, *_), error in zip(batch, errors, strict=True):
@@ -644,7 +648,7 @@ class KfacOptimizer(Optimizer):
             parts.append(np.concatenate(of_part, axis=1, dtype=np.float64))
         ranks, columns = passes.agreement, sum(array.shape[1] for array in of_part[:-1])
         with ranks.exchanging():
-            whole = gathered(np.concatenate(parts), ranks.communicator, passes.part_sizes)
+            whole = gathered(np.concatenate(parts), ranks.communicator, sizes)
         return left_by_neighbours(whole[:, :columns], whole[:, columns:])
 
     def _follow(self, rule: Rule, undo: Undo) -> None:

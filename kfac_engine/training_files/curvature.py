@@ -208,6 +208,7 @@ class CurvatureSteps:
         def fresh() -> list[Symbol]:
             functions = (partial(self._collected, each) for each in (measured, averages))
             examples = number_of(tape, size).astype(np.float32) * self._share(batch, state)
+            examples = np.maximum(examples, 1.0)
             collected = tape.branch(observes, *functions)
             inverses = self._inverses(averages, collected, new_totals[0] * examples)
             return [*inverses, *self._natural(vectors, inverses).values()]

@@ -233,6 +233,18 @@ def test_rows_are_compared_across_parts_and_processes(case, monkeypatch):
     assert ranks
 
 
+@pytest.mark.parametrize("case", DIVISIONS)
+def test_few_rows_of_a_large_batch_are_copied(case, monkeypatch):
+    found = []
+    monkeypatch.setattr(kfac, "MOST_COMPARED", 10)
+    monkeypatch.setattr(kfac, "left_by_neighbours", lambda x, e: found.append((x, e)) or 1.0)
+    DIVISIONS[case]()
+    for inputs, errors in found:  # every third row of each part of a process
+        assert 10 <= len(inputs) == len(errors) <= 14
+        assert {*map(tuple, inputs)} <= {*map(tuple, X.astype(np.float64))}
+    assert found
+
+
 def test_a_function_in_shuffled_batches_is_learned():
     """Errors that are not learned were taken for noise, and the weights shrank to nothing."""
     x = np.random.default_rng(2).uniform(-1, 1, (256, 1)).astype(np.float32)
