@@ -154,7 +154,7 @@ def spectra_of(curvature: "ke.Curvature", damping: float) -> "Sequence[FactorSpe
 
 
 def _rows(curvature: "ke.Curvature", damping: float) -> list[dict[str, Any]]:
-    """Return the numbers of each block."""
+    """Return a row of the table, a dictionary of sizes and eigenvalues, for each block."""
     from kfac_engine.curvature.blocks.base import uses
 
     rows, extents = [], _extents(curvature)

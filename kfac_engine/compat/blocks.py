@@ -67,7 +67,7 @@ class SummedAxes(BroadcastShape):
 
 
 class _OfScaleAndShift(InTowers):
-    """A factor of the per-example gradients of a scale and a shift."""
+    """Base of the factors that average per-example gradients of a scale and a shift."""
 
     _formula: ClassVar[type[ScaleShiftMoment | ScaleShiftSquare]]
 

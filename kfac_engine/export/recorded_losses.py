@@ -100,7 +100,7 @@ class LossValues(ABC):
         return self._named(chosen.name(loss.require_target_name()), sizes, dtype)
 
     def weight_places(self, loss: LossFunction) -> tuple[int, ...]:
-        """Return the axes of a loss input that its weights have."""
+        """Return the axes that a loss's input shares with the weights of its targets."""
         return self.target_inputs.axes(loss, len(self.shape(loss.inputs[0])), self.place(loss))
 
     def observe(self, objective: Objective) -> Observation:
@@ -119,7 +119,7 @@ class LossValues(ABC):
         return Observation(tuple(terms), size, size)
 
     def has_possible_targets(self, objective: Objective) -> Symbol | None:
-        """Record whether all targets that count are classes, and all weights finite and ≥ 0.
+        """Record whether each counting target is a class, and each weight finite and at least 0.
 
         The result is None for targets of other kinds without weights.
         """
@@ -148,7 +148,7 @@ class LossValues(ABC):
         return loss.masked(values, targets, counts)
 
     def _classes(self, loss: LossFunction, labels: Symbol) -> Any:
-        """Return the number of classes; None for targets that are not class numbers."""
+        """Return how many classes ``labels`` number; None if targets are not class numbers."""
         shape = self.shape(loss.inputs[0])
         numbers = labels.ndim < len(shape) and labels.dtype.kind == "i"
         return shape[loss.class_axis % len(shape)] if numbers else None

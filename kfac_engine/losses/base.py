@@ -231,7 +231,7 @@ class LossFunction(ABC):
         )
 
     def errors(self, values: Values, targets: Array) -> Array:
-        """Return the predicted means minus the targets, in the shape of the targets.
+        """Return each predicted mean minus its target, with the targets' shape.
 
         Raises:
             UnsupportedError: The distribution does not predict means.
@@ -304,7 +304,7 @@ class LossFunction(ABC):
     def value_and_gradient(
         self, values: Values, observed: Observed | None = None
     ) -> tuple[Any, dict[str, Array]]:
-        """Return ``value`` and ``gradient``; on a device, the value is an array without axes."""
+        """Return the loss, a number or a device array ``()``, and its gradient by input name."""
         observed = self.observe(values) if observed is None else observed
         terms, gradient = self.terms_and_gradient(values, _given(observed))
         total = times(terms, observed.weights).sum(dtype=np.float64)

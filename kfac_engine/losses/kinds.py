@@ -103,7 +103,7 @@ class LossKind:
         )  # fmt: skip
 
     def on(self, output: str, *, targets: str | None = None, class_axis: int = -1) -> LossFunction:
-        """Return the loss on the value ``output`` of a model, with ``targets`` by name."""
+        """Return the loss that compares a model's ``output`` with the targets named ``targets``."""
         place: dict[str, Any] = {"targets": targets, "class_axis": class_axis}
         return LOSSES[self.name](output, **place, **self.options)
 

@@ -3,7 +3,8 @@
 Where a function or an equation is fitted, every step has the same examples. They have no noise, and
 the minimum of their loss is wanted. Where a small table with noise is one batch, its minimum fits
 the noise. A trial tells which: its steps leave some examples out, whose loss must not have risen at
-its end, nor by much in its second half. If it has, the parameters before the trial return.
+its end, nor by much in its second half. If it has, the parameters before the trial return. Where a
+kink, such as that of a ReLU, stops exact steps, some steps of the default rule follow.
 """
 
 from collections.abc import Mapping, Sequence

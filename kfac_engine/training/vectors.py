@@ -63,7 +63,7 @@ def combine_all(
 
 
 def where(condition: Any, chosen: Any, other: Any) -> Any:
-    """Return ``chosen`` where a condition, True, False, an array or recorded, holds, else other."""
+    """Return ``chosen`` where ``condition``, a bool or an array, holds, and ``other`` elsewhere."""
     if isinstance(condition, bool):
         return chosen if condition else other
     return np.where(condition, chosen, other)

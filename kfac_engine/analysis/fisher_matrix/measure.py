@@ -189,7 +189,7 @@ class _Measurement:
     averages: int = 0  # bytes of the averages of factors, which the first batch allocates
 
     def prepare(self) -> None:
-        """Allocate what single examples' gradients measure, or raise a MemoryLimitError."""
+        """Allocate the sums over single examples' gradients, or raise a MemoryLimitError."""
         layout, structure = self.layout, self.layout.options.structure
         self.moments = ExampleMoments(
             layout.assembly,
