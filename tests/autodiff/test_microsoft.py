@@ -181,7 +181,6 @@ CASES = (
          rotary_embedding_dim=4),
     case("GatherND", "last", real(3, 4), whole([[2, 1], [0, 0], [2, 1]], "int64")),
     case("Trilu", "lower", real(3, 3), upper=0),
-    case("ExpandDims", "middle", real(2, 3), whole(1)),
     case("GridSample", "bilinear", real(1, 2, 4, 4), real(1, 3, 3, 2, low=-0.7, high=0.7)),
     case("MatMulNBits", "four-bits", real(2, 40), nibbles(3, 2, 16), real(3, 2, low=0.1),
          K=40, N=3, bits=4, block_size=32),

@@ -137,14 +137,6 @@ def renamed(b: LoweringBuilder, node: Node) -> None:
     b.write(node.op, node.inputs, node.outputs, node.attributes)
 
 
-@lowering("com.microsoft::ExpandDims")
-def expand_dims(b: LoweringBuilder, node: Node) -> None:
-    """Write Unsqueeze with one axis."""
-    x, axis = node.inputs
-    axes = b.op("Reshape", b.cast(axis, "int64"), b.constant([1]))
-    b.op("Unsqueeze", x, axes, result=node.outputs[0])
-
-
 @lowering("com.microsoft::GridSample")
 def grid_sample(b: LoweringBuilder, node: Node) -> None:
     """Write the standard GridSample, whose modes have other names."""
