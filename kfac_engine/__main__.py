@@ -19,12 +19,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit status: 0 if done, 2 if the input is wrong, 1 for a bug, above 128 after a signal.
     """
     if arguments is not None:
-        return run(list(arguments))
+        return run(arguments)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
             # If an encoding lacks "⊗" or a letter of a name, its escape is printed.
             stream.reconfigure(errors="backslashreplace")
-    status = run(sys.argv[1:])
+    status = run(None)
     exit_after_signal(status)
     return status
 

@@ -1,5 +1,6 @@
 """Runs the commands, and turns a failure into one line on stderr and an exit status."""
 
+import sys
 import traceback
 from collections.abc import Sequence
 
@@ -7,7 +8,7 @@ import click
 
 from kfac_engine import __version__
 from kfac_engine.cli.bench import bench
-from kfac_engine.cli.command import Invocation, debug_option
+from kfac_engine.cli.command import debug_option
 from kfac_engine.cli.curvature import run_curvature
 from kfac_engine.cli.demo import demo
 from kfac_engine.cli.display import tell
@@ -21,7 +22,7 @@ from kfac_engine.cli.edits import (
 from kfac_engine.cli.exports import run_derivatives, run_differentiate, run_export_training
 from kfac_engine.cli.influence import influence
 from kfac_engine.cli.inspect import inspect
-from kfac_engine.cli.interruption import Interruption, SignalReceived
+from kfac_engine.cli.interruption import Invocation, SignalReceived
 from kfac_engine.cli.laplace import laplace
 from kfac_engine.cli.merge import run_merge
 from kfac_engine.cli.precondition import run_precondition
@@ -36,13 +37,11 @@ WRONG_INPUT, BUG, INTERRUPTED = 2, 1, 130
 
 
 class Program(click.Group):
-    """The group of the commands."""
+    """The group of the commands, which the help lists in the order in which they are added."""
 
-    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the commands with their whole texts, in the order in which they are added."""
-        del ctx
-        with formatter.section("Commands"):
-            formatter.write_dl([(name, entry.help or "") for name, entry in self.commands.items()])
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Return the names of the commands."""
+        return list(self.commands)
 
 
 _PROGRAM = Program(
@@ -61,11 +60,12 @@ _PROGRAM = Program(
 app = click.version_option(__version__, prog_name="kfac-engine")(_PROGRAM)
 
 
-def run(arguments: Sequence[str]) -> int:
+def run(arguments: Sequence[str] | None) -> int:
     """Run the program, and report a failure in one line on stderr.
 
     Args:
-        arguments: Command line without the name of the program.
+        arguments: Command line without the name of the program; None for that of this process,
+            which a signal then ends within two seconds.
 
     Returns:
         0 if the command is done, 2 if the input is wrong, 3 if a check of ``verify`` fails, 1 for a
@@ -73,11 +73,12 @@ def run(arguments: Sequence[str]) -> int:
         one of several processes has alone ends all of them; of other errors and of signals, the
         first process prints the line.
     """
-    with Interruption() as interruption:
-        invocation = Invocation(interruption=interruption)
+    with Invocation() as invocation:
         try:
+            if arguments is None:
+                invocation.watch()
             status = app.main(
-                list(arguments) or ["--help"],
+                list(sys.argv[1:] if arguments is None else arguments) or ["--help"],
                 prog_name="kfac-engine",
                 standalone_mode=False,
                 obj=invocation,
@@ -90,7 +91,7 @@ def run(arguments: Sequence[str]) -> int:
 
 def _report(error: BaseException, invocation: Invocation) -> int:
     """Print an error on stderr, once if several processes have it; return the exit status."""
-    status, message = invocation.interruption.explanation or _explain(error, invocation.command)
+    status, message = invocation.explanation or _explain(error, invocation.command)
     common = _is_of_all_processes(error, invocation)
     if common and launched_by_mpi() and rank_in_job() > 0:
         return status
@@ -106,7 +107,7 @@ def _report(error: BaseException, invocation: Invocation) -> int:
 def _is_of_all_processes(error: BaseException, invocation: Invocation) -> bool:
     # A signal reaches all processes: each of them ends by itself, and may first store its state.
     # All of them have the same command line.
-    signaled = invocation.interruption.received is not None
+    signaled = invocation.received is not None
     if not launched_by_mpi() or signaled or isinstance(error, click.UsageError):
         return True
     from kfac_engine.distributed.agreement import raised_by_all_ranks

@@ -1,10 +1,8 @@
-"""Defines commands with groups of options, and with an example at the end of their help."""
+"""Defines commands whose help has headings of options, and an example at the end."""
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext, redirect_stderr, redirect_stdout
-from dataclasses import dataclass, field
-from enum import Enum
+from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout
 from importlib import import_module
 from itertools import chain
 from pathlib import Path
@@ -14,8 +12,7 @@ from typing import Any, Literal, TypeAlias, get_args
 import click
 from click.shell_completion import CompletionItem
 
-from kfac_engine.cli.interruption import Interruption
-from kfac_engine.distributed.job import launched_by_mpi
+from kfac_engine.cli.interruption import Invocation
 from kfac_engine.system.reading import exists
 from kfac_engine.system.writing import check_outputs, checked_path, is_stdout
 
@@ -36,70 +33,32 @@ MODEL = click.Argument(["model"], type=file_path)
 Written: TypeAlias = Literal["file", "model", "log", "folder"]
 
 
-class Group(Enum):
-    """The headings of a help page, in their order."""
-
-    DATA = "Data"
-    MEASUREMENTS = "Measurements"
-    TRAINING_SUITE = "The suite train"
-    OUTPUT = "Output"
-    OPTIMIZER = "Optimizer"
-    LENGTH = "Length of the run"
-    VALIDATION = "Validation"
-    CHECKPOINTS = "Checkpoints"
-    CHECKS = "Checks"
-    LOSS = "Loss"
-    MODEL = "Model"
-    CURVATURE = "Curvature"
-    POSTERIOR = "Posterior"
-    PRUNING = "Pruning"
-    REFRESHES = "Refreshes of the inverses"
-    KFAC_REFRESHES = "Refreshes of the inverses, with --optimizer kfac"
-    MACHINE = "Machine"
-    GENERAL = "General"
-
-    def option(self, *flags: str, **settings: Any) -> "Option":
-        """Return an option of this group; see ``Option``."""
-        return Option(flags, group=self, **settings)
-
-    def file(self, *flags: str, **settings: Any) -> "Option":
-        """Return an option whose value is a path that the command reads."""
-        return self.option(*flags, type=file_path, **settings)
-
-    def count(self, *flags: str, least: int = 1, **settings: Any) -> "Option":
-        """Return an option whose value is a whole number."""
-        return self.option(*flags, type=click.IntRange(min=least), **settings)
-
-
 class Option(click.Option):
-    """An option of a group.
+    """An option below a heading of the help page.
 
     Args:
+        heading: The heading.
         flags: Names of the option.
-        group: The group.
         names: The values that the option accepts, for the help page and for shells, or their places
             in the package, such as ``"losses.LOSSES"``. These are imported when a page or a shell
             needs the names, because that takes time.
         writes: What the command writes to the path that is the value; None if the command reads it.
-        table: Heading and rows of a section below the group's options.
         settings: Arguments of ``click.Option``.
     """
 
     def __init__(
         self,
-        flags: Sequence[str],
-        *,
-        group: Group,
+        heading: str,
+        *flags: str,
         names: Sequence[str] = (),
         writes: Written | None = None,
-        table: tuple[str, Callable[[], Sequence[tuple[str, str]]]] | None = None,
         **settings: Any,
     ) -> None:
-        self.group, self.writes, self.table, self._sources = group, writes, table, names
+        self.heading, self.writes, self._sources = heading, writes, names
         settings["show_default"] = settings.get("default") not in (None, "")
         if settings.get("multiple") and "repeated" not in settings["help"]:
             settings["help"] += " May be repeated."
-        super().__init__(list(flags), **settings)
+        super().__init__(flags, **settings)
 
     def _names(self) -> Iterator[str]:
         for source in self._sources:
@@ -123,20 +82,19 @@ class Option(click.Option):
         return names or super().shell_complete(ctx, incomplete)
 
 
+def file_option(heading: str, *flags: str, **settings: Any) -> Option:
+    """Return an option whose value is a path."""
+    return Option(heading, *flags, type=file_path, **settings)
+
+
 def output(*flags: str, writes: Written = "file", **settings: Any) -> Option:
     """Return an option whose value is a path that the command writes."""
-    return Group.OUTPUT.file(*flags, writes=writes, **settings)
+    return file_option("Output", *flags, writes=writes, **settings)
 
 
-@dataclass
-class Invocation:
-    """State of one run of the program."""
-
-    # Whether a failure shows its traceback; ``--debug`` sets it at any position.
-    debug: bool = False
-    command: click.Command | None = None  # the command that runs; None before its options are read
-    # Reaction of the program to signals.
-    interruption: Interruption = field(default_factory=Interruption)
+def count_option(heading: str, *flags: str, least: int = 1, **settings: Any) -> Option:
+    """Return an option whose value is a whole number."""
+    return Option(heading, *flags, type=click.IntRange(min=least), **settings)
 
 
 def _remember(context: click.Context, _: click.Parameter, debug: bool) -> None:
@@ -145,7 +103,8 @@ def _remember(context: click.Context, _: click.Parameter, debug: bool) -> None:
     invocation.command = context.command
 
 
-debug_option = Group.GENERAL.option(
+debug_option = Option(
+    "General",
     "--debug",
     is_flag=True,
     is_eager=True,
@@ -160,6 +119,7 @@ def command(
     example: str,
     *parameters: click.Argument | Option,
     options: Sequence[Option] = (),
+    around: Callable[[dict[str, Any]], AbstractContextManager[object]] = nullcontext,
     **gathered: Sequence[Option],
 ) -> Callable[[Callable[..., Any]], "Command"]:
     """Return the decorator of a command, which the example names.
@@ -170,6 +130,7 @@ def command(
         parameters: Arguments and options that the function receives each by its name.
         options: Options that it receives as a dictionary ``options``. Each has the name of the
             keyword argument of the library that receives its value.
+        around: Returns a context for the whole command, and may change the values of ``options``.
         gathered: Options that it receives as one object, with an attribute for each option.
     """
 
@@ -179,8 +140,8 @@ def command(
                 return {str(option.name): values.pop(str(option.name)) for option in several}
 
             objects = {key: SimpleNamespace(**taken(group)) for key, group in gathered.items()}
-            chosen, context = taken(options), click.get_current_context()
-            with _divided_among_processes(chosen), _checked_files(context):
+            chosen = taken(options)
+            with around(chosen), _checked_files(click.get_current_context()):
                 keywords = {"options": chosen} if options else {}
                 return function(**objects, **keywords, **values)
 
@@ -188,6 +149,7 @@ def command(
             example.split()[1],
             callback=call,
             help=text,
+            short_help=text,
             params=[*chain(*gathered.values()), *parameters, *options, debug_option],
             epilog=example,
         )
@@ -230,46 +192,19 @@ def _checked_files(context: click.Context) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def _divided_among_processes(options: dict[str, Any]) -> Iterator[None]:
-    """Return a context in which a command is one of the processes of an MPI job.
-
-    An error of one process becomes an error of all. Only the first process prints. ``options`` has
-    the distribution and receives the communicator.
-    """
-    divisible = "distribution" in options
-    distribution = options.pop("distribution", None)
-    if distribution is None and not (divisible and launched_by_mpi()):
-        yield
-        return
-    from kfac_engine.distributed.agreement import Agreement
-    from kfac_engine.distributed.mpi import over_mpi
-
-    communicator = over_mpi()
-    options |= {"communicator": communicator, "distribution": distribution or "replicate"}
-    with Agreement(communicator).operation("command"), ExitStack() as silence:
-        if communicator.rank:
-            silence.enter_context(redirect_stdout(None))
-            silence.enter_context(redirect_stderr(None))
-        yield
-
-
 class Command(click.Command):
-    """A command with groups of options and an example."""
+    """A command whose options have headings, with an example."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the options below the headings of their groups."""
-        options = [p for p in self.get_params(ctx) if isinstance(p, click.Option)]
-        for group in Group:
-            # click adds --help, which has no group.
-            members = [o for o in options if getattr(o, "group", Group.GENERAL) is group]
-            records = [record for o in members if (record := o.get_help_record(ctx))]
-            if records:
-                with formatter.section(group.value):
-                    formatter.write_dl(records)
-            for table in (o.table for o in members if isinstance(o, Option) and o.table):
-                with formatter.section(table[0]):
-                    formatter.write_dl(table[1]())
+        """Write the options below their headings."""
+        sections: dict[str, list[tuple[str, str]]] = {}
+        for option in self.get_params(ctx):
+            record = isinstance(option, click.Option) and option.get_help_record(ctx)
+            if record:  # click adds --help, which has no heading
+                sections.setdefault(getattr(option, "heading", "General"), []).append(record)
+        for heading, records in sections.items():
+            with formatter.section(heading):
+                formatter.write_dl(records)
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the example as it is."""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kfac_engine.cli.command import MODEL, Group, command, output
+from kfac_engine.cli.command import MODEL, Option, command, file_option, output
 from kfac_engine.cli.display import (
     print_json,
     print_table,
@@ -25,16 +25,13 @@ if TYPE_CHECKING:
     from kfac_engine.engine.spectra import FactorSpectrum
 
 _FILES = (
-    Group.DATA.file(
-        "--inputs", required=True,
+    file_option("Data", "--inputs", required=True,
         help="Data: .npz with the inputs by name and 'targets', or a folder of such files. With "
         "--targets or without targets: the inputs, .npz or .npy."),
-    Group.DATA.file(
-        "--targets",
+    file_option("Data", "--targets",
         help="Targets in a separate file, .npz or .npy. Only --fisher empirical needs "
         "targets."),
-    output(
-        "--plot",
+    output("--plot",
         help="Picture of the eigenvalues of the blocks, next to --damping: .png, .svg, .pdf or "
         ".html. All but .html need matplotlib."),
     output("-o", "--out", required=True, help="File of the curvature (.safetensors)."),
@@ -44,21 +41,18 @@ OPTIONS = (
     *engine_options(
         "loss", "output", "class_axis", "threads", "backend", "seed", "batch_axes", "trainable",
         "freeze", "approximations"),
-    Group.CURVATURE.option(
-        "--structure", metavar="NAME", default="kron",
+    Option("Curvature", "--structure", metavar="NAME", default="kron",
         names=("analysis.fisher_matrix.options.STRUCTURES",), help="Structure of the matrix."),
-    Group.CURVATURE.option(
-        "--fisher", metavar="NAME", default="exact",
+    Option("Curvature", "--fisher", metavar="NAME", default="exact",
         names=("analysis.fisher_matrix.options.FISHERS",),
         help="Which Fisher matrix: exact, an estimate from one sampled target for each "
         "prediction, or the empirical matrix of the targets of the data."),
-    Group.CURVATURE.option(
-        "--layers", metavar="NAME", default="all", names=("analysis.fisher_matrix.options.LAYERS",),
+    Option("Curvature", "--layers", metavar="NAME", default="all",
+        names=("analysis.fisher_matrix.options.LAYERS",),
         help="Layers that are measured: all, or last for the last layer before each loss."),
 )  # fmt: skip
 _FORM = (
-    Group.OUTPUT.option(
-        "--damping", type=click.FloatRange(min=0, min_open=True), default=1e-3,
+    Option("Output", "--damping", type=click.FloatRange(min=0, min_open=True), default=1e-3,
         help="Damping λ > 0 of the log-determinants and effective dimensions of the table. The "
         "file is stored without damping."),
     json_option,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from kfac_engine.cli.command import Group, command, output
+from kfac_engine.cli.command import Option, command, output
 from kfac_engine.cli.display import print_table, progress, say, working
 from kfac_engine.cli.inspect import print_layers
 from kfac_engine.cli.precondition import norm_rows, print_norms
@@ -36,11 +36,9 @@ BATCH_SIZE, HELD_OUT, EVALUATE_EVERY, MANY = 128, 360, 5, 1_000_000
 @command(
     "Train a small CNN on digits with K-FAC, Muon, Adam and SGD.",
     "kfac-engine demo --seconds 0.1 --seeds 1",
-    Group.LENGTH.option(
-        "--seconds", type=click.FloatRange(0.01, 60), default=0.8, help="CPU seconds of each run."
-    ),
-    Group.LENGTH.option(
-        "--seeds", type=click.IntRange(1, 20), default=3,
+    Option("Length of the run", "--seconds", type=click.FloatRange(0.01, 60), default=0.8,
+        help="CPU seconds of each run."),
+    Option("Length of the run", "--seeds", type=click.IntRange(1, 20), default=3,
         help="Number of seeds; the table has medians."),
     output("--out", writes="folder", default=Path("demo-output"), help="Folder of the picture."),
 )  # fmt: skip

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kfac_engine.cli.command import MODEL, Group, command, output
+from kfac_engine.cli.command import MODEL, Option, command, count_option, file_option, output
 from kfac_engine.cli.display import say, working
 from kfac_engine.cli.options import one_or_all
 
@@ -13,15 +13,13 @@ if TYPE_CHECKING:
 model_option = output("-o", "--out", writes="model", required=True, help="The new model (.onnx).")
 
 _HEAD = (
-    Group.MODEL.count("--classes", default=None, help="Number of classes of the new head."),
-    Group.MODEL.count(
-        "--outputs", default=None,
+    count_option("Model", "--classes", default=None, help="Number of classes of the new head."),
+    count_option("Model", "--outputs", default=None,
         help="Number of real outputs, in place of --classes; Softmax and Sigmoid after the head "
         "are removed."),
-    Group.MODEL.option(
-        "--at", metavar="VALUE",
+    Option("Model", "--at", metavar="VALUE",
         help="The value that the head reads, or its result; by default the last dense layer."),
-    Group.MODEL.count("--seed", default=0, least=0, help="Seed of the new weights."),
+    count_option("Model", "--seed", default=0, least=0, help="Seed of the new weights."),
 )  # fmt: skip
 
 
@@ -41,12 +39,11 @@ def run_replace_head(model: Path, options: dict[str, Any], out: Path) -> None:
 
 
 _ADAPTERS = (
-    Group.MODEL.count("--rank", default=8, help="Rank of the adapters."),
-    Group.MODEL.option(
-        "--layers", metavar="PATTERN", multiple=True, callback=one_or_all,
+    count_option("Model", "--rank", default=8, help="Rank of the adapters."),
+    Option("Model", "--layers", metavar="PATTERN", multiple=True, callback=one_or_all,
         help="Name or pattern of weights or nodes; by default all dense layers and 1 × 1 "
         "convolutions that are wide enough."),
-    Group.MODEL.count("--seed", default=0, least=0, help="Seed of the new weights."),
+    count_option("Model", "--seed", default=0, least=0, help="Seed of the new weights."),
 )  # fmt: skip
 
 
@@ -69,8 +66,8 @@ def run_add_adapters(model: Path, options: dict[str, Any], out: Path) -> None:
     "Write a model whose weights contain its adapters.",
     "kfac-engine merge-adapters adapted.onnx -o merged.onnx",
     MODEL,
-    Group.DATA.file(
-        "--adapter", help="File of save-adapter, whose adapters replace those of the model."
+    file_option(
+        "Data", "--adapter", help="File of save-adapter, whose adapters replace those of the model."
     ),
     model_option,
 )

@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from kfac_engine.cli.command import Group, Option
+from kfac_engine.cli.command import Option
 from kfac_engine.cli.options import chosen_losses, one_or_all
 
 LOSSES = "losses.LOSSES", "losses.kinds.OUTPUT"
@@ -39,76 +39,53 @@ def _pairs(example: str, pattern: str, convert: Callable[[str], Any]) -> Callabl
     return read
 
 
-def _kinds() -> list[tuple[str, str]]:
-    """Return kinds of layer with several approximations, each with their names."""
-    from kfac_engine.curvature.approximations import KINDS, accepted
-
-    kinds: dict[str, list[str]] = {}
-    for kind in KINDS:
-        if len(accepted(kind)) > 1:
-            kinds.setdefault(", ".join(accepted(kind)), []).append(kind)
-    return [(", ".join(alike), names) for names, alike in kinds.items()]
-
-
 _ALL = (
-    Group.LOSS.option(
-        "--loss", metavar="[OUTPUT=]LOSS", multiple=True, default=("categorical",), names=LOSSES,
+    Option("Loss", "--loss", metavar="[OUTPUT=]LOSS", multiple=True, default=("categorical",),
+        names=LOSSES,
         callback=chosen_losses,
         help="The loss, with options such as 'categorical(ignore_index=255, label_smoothing=0.1)'; "
         "'box*=normal(weight=2)' puts it on the outputs that match box*."),
-    Group.LOSS.option(
-        "--output", metavar="NAME", multiple=True, callback=one_or_all,
+    Option("Loss", "--output", metavar="NAME", multiple=True, callback=one_or_all,
         help="Output that a loss by name reads; by default the output from which no other output "
         "is computed."),
-    Group.LOSS.option(
-        "--class-axis", type=int, default=-1,
+    Option("Loss", "--class-axis", type=int, default=-1,
         help="Axis of the classes or features in that output; -1 finds the axis of classes, and "
         "is else the last axis."),
-    Group.LOSS.option(
-        "--reduction", type=click.Choice(("mean", "batch_mean", "sum")), default="mean",
+    Option("Loss", "--reduction", type=click.Choice(("mean", "batch_mean", "sum")), default="mean",
         help="Reduction of the loss over examples and positions."),
-    Group.MODEL.option(
-        "--trainable", metavar="PATTERN", multiple=True, callback=one_or_all,
+    Option("Model", "--trainable", metavar="PATTERN", multiple=True, callback=one_or_all,
         help="Pattern of the names of trainable parameters; by default every constant that the "
         "graph uses like a parameter."),
-    Group.MODEL.option(
-        "--freeze", metavar="PATTERN", multiple=True, callback=one_or_all,
+    Option("Model", "--freeze", metavar="PATTERN", multiple=True, callback=one_or_all,
         help="Pattern of the names of parameters to exclude."),
-    Group.CURVATURE.option(
-        "--damping", type=float, default=0.001, help="Damping λ > 0, added to the Fisher matrix."),
-    Group.CURVATURE.option(
-        "--mode", "estimation_mode", metavar="NAME", default="gradients",
+    Option("Curvature", "--damping", type=float, default=0.001,
+        help="Damping λ > 0, added to the Fisher matrix."),
+    Option("Curvature", "--mode", "estimation_mode", metavar="NAME", default="gradients",
         names=("curvature.estimation_modes.MODES",), help="Estimation mode of the Fisher matrix."),
-    Group.CURVATURE.option(
-        "--approx", "approximations", metavar="KIND=NAME", multiple=True,
+    Option("Curvature", "--approx", "approximations", metavar="KIND=NAME", multiple=True,
         callback=_pairs("conv2d=kron", "(.+?)=(.+)", str),
-        table=("Kinds and names of --approx, the default first", _kinds),
-        help="Approximation of a kind of layer, in place of the default."),
-    Group.MACHINE.option(
-        "--threads", type=int,
+        names=("curvature.approximations.KINDS",),
+        help="Approximation of a kind of layer, in place of the default; inspect shows the kinds "
+        "in a model with their approximations."),
+    Option("Machine", "--threads", type=int,
         help="Number of threads, also of ONNX Runtime; by default as many as BLAS has."),
-    Group.MACHINE.option(
-        "--backend", metavar="NAME", default="auto", names=("backend.select.BackendName",),
+    Option("Machine", "--backend", metavar="NAME", default="auto",
+        names=("backend.select.BackendName",),
         help="Array library."),
-    Group.CURVATURE.option(
-        "--seed", type=int, default=0, help="Seed of sampled targets, and of random operators."),
-    Group.MODEL.option(
-        "--gradient-dtype", type=click.Choice(("file", "float32")), default="file",
+    Option("Curvature", "--seed", type=int, default=0,
+        help="Seed of sampled targets, and of random operators."),
+    Option("Model", "--gradient-dtype", type=click.Choice(("file", "float32")), default="file",
         help="Element type of the gradients and parameters of a half-precision model: file for "
         "the type in the file, or float32."),
-    Group.MODEL.option(
-        "--tie-weights", is_flag=True,
+    Option("Model", "--tie-weights", is_flag=True,
         help="Train weights that are equal in the file as one parameter."),
-    Group.MODEL.option(
-        "--batch-axis", "batch_axes", metavar="INPUT=AXIS", multiple=True,
+    Option("Model", "--batch-axis", "batch_axes", metavar="INPUT=AXIS", multiple=True,
         callback=_pairs("x=1", r"(.+)=(-?\d{1,9})", int),
         help="Axis of the examples of an input; by default detected by running the model."),
-    Group.MODEL.option(
-        "--train-form", is_flag=True,
+    Option("Model", "--train-form", is_flag=True,
         help="Put the normalizations and dropouts of a model that was exported for inference into "
         "training form."),
-    Group.MACHINE.option(
-        "--graph-passes", metavar="NAMES", default="all", callback=_names,
+    Option("Machine", "--graph-passes", metavar="NAMES", default="all", callback=_names,
         names=("all", "none", "runtime.cpu.graph_passes.PASSES"),
         help="Graph passes that make sessions faster or smaller."),
 )  # fmt: skip

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kfac_engine.cli.command import MODEL, Group, command, output
+from kfac_engine.cli.command import MODEL, Option, command, count_option, output
 from kfac_engine.cli.display import say, shown_warnings, working
 from kfac_engine.cli.engine_options import LOSSES, engine_options
 from kfac_engine.cli.options import chosen_losses, one_or_all, sample_option
@@ -28,34 +28,27 @@ _OBJECTIVE = ("class_axis", "reduction", "freeze", "gradient_dtype", "batch_axes
 _OPTIMIZERS = tuple(name for name in OPTIMIZERS if name != "gauss_newton")
 # What the targets of a written file are, and which of them have weights.
 _WRITTEN = (
-    Group.LOSS.option(
-        "--probabilities", is_flag=True,
+    Option("Loss", "--probabilities", is_flag=True,
         help="The targets of a softmax loss are probabilities in the shape of the logits."),
-    Group.LOSS.option(
-        "--weights", type=click.Choice(("targets", "predictions", "examples")),
+    Option("Loss", "--weights", type=click.Choice(("targets", "predictions", "examples")),
         help="Add an input with a weight for each entry of the targets, prediction or example; 0 "
         "leaves it out."),
-    Group.OUTPUT.option(
-        "--provider", type=click.Choice(("any", "webgpu")), default="any",
+    Option("Output", "--provider", type=click.Choice(("any", "webgpu")), default="any",
         help="webgpu: write convolutions and splits so that onnxruntime-web computes them on "
         "WebGPU."),
 )  # fmt: skip
 _OPTIONS = (
-    Group.OPTIMIZER.option(
-        "--optimizer", type=click.Choice(_OPTIMIZERS), default="kfac", help="The optimizer."),
-    Group.OPTIMIZER.option(
-        "--learning-rate", type=float,
+    Option("Optimizer", "--optimizer", type=click.Choice(_OPTIMIZERS), default="kfac",
+        help="The optimizer."),
+    Option("Optimizer", "--learning-rate", type=float,
         help="Learning rate; kfac has none. By default the optimizer's own."),
-    Group.OPTIMIZER.option(
-        "--weight-decay", type=float, help="Weight decay; by default the optimizer's own."),
-    Group.OUTPUT.count(
-        "--steps-per-call", default=1,
+    Option("Optimizer", "--weight-decay", type=float,
+        help="Weight decay; by default the optimizer's own."),
+    count_option("Output", "--steps-per-call", default=1,
         help="Number of steps in a call; with more than one, inputs have a first axis of steps."),
-    Group.OUTPUT.count(
-        "--accumulate", default=1,
+    count_option("Output", "--accumulate", default=1,
         help="Number of parts into which a step divides the batch, one after the other."),
-    Group.OUTPUT.option(
-        "--noise", type=click.Choice(("internal", "input")), default="internal",
+    Option("Output", "--noise", type=click.Choice(("internal", "input")), default="internal",
         help="Whether the file draws the random numbers of kfac, or has an input for them."),
     *_WRITTEN,
 )  # fmt: skip
@@ -66,8 +59,7 @@ _OPTIONS = (
     "kfac-engine export-training mlp.onnx --optimizer kfac -o train",
     MODEL,
     sample_option,
-    output(
-        "-o", "target", writes="folder", required=True,
+    output("-o", "target", writes="folder", required=True,
         help="Folder of the files, created if needed."),
     options=(*_OPTIONS, *engine_options(*_NAMES)),
 )  # fmt: skip
@@ -96,17 +88,15 @@ def _report(files: "ke.TrainingFiles") -> None:
 
 
 _GRADIENT_OPTIONS = (
-    Group.LOSS.option(
-        "--loss", metavar="[OUTPUT=]LOSS", multiple=True, callback=chosen_losses, names=LOSSES,
+    Option("Loss", "--loss", metavar="[OUTPUT=]LOSS", multiple=True, callback=chosen_losses,
+        names=LOSSES,
         help="The loss, with options such as 'categorical(ignore_index=255)'; without a loss, the "
         "result has an input for the cotangent. May be repeated: the result is the gradient of "
         "the sum."),
-    Group.LOSS.option(
-        "--output", metavar="NAME", multiple=True, callback=one_or_all,
+    Option("Loss", "--output", metavar="NAME", multiple=True, callback=one_or_all,
         help="Value that is differentiated, one for each loss; by default the output from which "
         "no other output is computed."),
-    Group.MODEL.option(
-        "--wrt", multiple=True, callback=one_or_all, metavar="PATTERN",
+    Option("Model", "--wrt", multiple=True, callback=one_or_all, metavar="PATTERN",
         help="Name or pattern of parameters and inputs to differentiate with respect to; by "
         "default the trainable parameters."),
     *_WRITTEN,
@@ -140,21 +130,17 @@ def _names_of_each(
 
 
 _KINDS = (
-    Group.MODEL.option(
-        "--output", "outputs", metavar="NAME", multiple=True, callback=one_or_all,
+    Option("Model", "--output", "outputs", metavar="NAME", multiple=True, callback=one_or_all,
         help="Output u to differentiate; by default all outputs that depend on the input."),
-    Group.OUTPUT.option(
-        "--jacobian", is_flag=True, help="Add 'jacobian of u', the derivatives by all features."),
-    Group.OUTPUT.option(
-        "--laplacian", is_flag=True, help="Add 'laplacian of u', the sum of second derivatives."),
-    Group.OUTPUT.option(
-        "--hessian", is_flag=True, help="Add 'hessian of u', all second derivatives."),
-    Group.OUTPUT.option(
-        "--directional", is_flag=True,
+    Option("Output", "--jacobian", is_flag=True,
+        help="Add 'jacobian of u', the derivatives by all features."),
+    Option("Output", "--laplacian", is_flag=True,
+        help="Add 'laplacian of u', the sum of second derivatives."),
+    Option("Output", "--hessian", is_flag=True, help="Add 'hessian of u', all second derivatives."),
+    Option("Output", "--directional", is_flag=True,
         help="Add the input 'direction', and 'first directional of u' and 'second directional of "
         "u', the derivatives along it."),
-    Group.OUTPUT.option(
-        "--selected", metavar="FEATURES", multiple=True, callback=_names_of_each,
+    Option("Output", "--selected", metavar="FEATURES", multiple=True, callback=_names_of_each,
         help="Add 'derivative of u by FEATURES': by one feature, as t, or by two, as x,x."),
 )  # fmt: skip
 
@@ -163,8 +149,7 @@ _KINDS = (
     "Write derivatives of a model with respect to an input as a plain ONNX model.",
     "kfac-engine derivatives mlp.onnx --wrt image --jacobian -o jacobian.onnx",
     MODEL,
-    Group.MODEL.option(
-        "--wrt", required=True, metavar="INPUT[=NAMES]",
+    Option("Model", "--wrt", required=True, metavar="INPUT[=NAMES]",
         help="Name of the input x to differentiate with respect to, of the shape (n, d), and "
         "names of its features, as x=t,y; by default numbers from zero."),
     sample_option,

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kfac_engine.cli.command import MODEL, Group, command, output
+from kfac_engine.cli.command import MODEL, Option, command, file_option, output
 from kfac_engine.cli.display import print_json, print_table, say, working
 from kfac_engine.cli.options import (
     batch_option,
@@ -28,13 +28,11 @@ _MOST_QUERIES, _MOST_EXAMPLES = 20, 5
 _FILES = (
     curvature_option,
     *labeled_data("--inputs", "Training data"),
-    Group.DATA.file(
-        "--queries",
+    file_option("Data", "--queries",
         help="Queries, as for --inputs; without queries, each example is scored for itself."),
-    Group.DATA.file(
-        "--query-targets", help="Targets of the queries in a separate file, .npz or .npy."),
-    output(
-        "-o", "--out", required=True,
+    file_option(
+        "Data", "--query-targets", help="Targets of the queries in a separate file, .npz or .npy."),
+    output("-o", "--out", required=True,
         help="File of the scores (.npz): scores (queries, examples), or self_scores (examples)."),
 )  # fmt: skip
 
@@ -46,8 +44,7 @@ _FILES = (
     "  --queries queries.npy --query-targets answers.npy -o scores.npz",
     MODEL,
     batch_option,
-    Group.CURVATURE.option(
-        "--damping", type=click.FloatRange(min=0),
+    Option("Curvature", "--damping", type=click.FloatRange(min=0),
         help="Damping λ, added to the Fisher matrix; by default a tenth of the mean eigenvalue of "
         "each block."),
     json_option,

@@ -6,7 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kfac_engine.cli.command import MODEL, Group, command, output
+from kfac_engine.cli.command import MODEL, command, count_option, output
 from kfac_engine.cli.display import (
     print_json,
     print_lines,
@@ -36,13 +36,11 @@ _MOST_ALIKE = 3
     "Show the layer, block, factors and costs of each parameter.",
     "kfac-engine inspect mlp.onnx --batch-size 128",
     MODEL,
-    Group.MODEL.count(
-        "--batch-size",
+    count_option("Model", "--batch-size",
         help="Number of examples in a batch, for the peak memory; by default the number in "
         "--inputs, or 1."),
     sample_option,
-    output(
-        "--plot",
+    output("--plot",
         help="Picture of the eigenvalues of the factors of the batch in --inputs, next to the "
         "damping: .png, .svg, .pdf or .html. All but .html need matplotlib."),
     json_option,

@@ -9,11 +9,11 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
-from functools import partial
-from threading import Event, Thread, current_thread, main_thread
+from collections.abc import Mapping
+from threading import Event, Thread
 from types import FrameType
+
+import click
 
 from kfac_engine.distributed.job import rank_in_job, wait_for_first_rank
 from kfac_engine.system.signals import SIGNALS, Handling
@@ -35,12 +35,14 @@ class SignalReceived(BaseException):
     """The program received a signal to end."""
 
 
-class Interruption(Handling):
-    """A context in which a signal raises SignalReceived, and ends the process soon after.
+class Invocation(Handling):
+    """State of one run of the program: a context in which a signal raises ``SignalReceived``.
 
-    It has no effect outside the main thread, where Python receives no signals.
+    The context has no effect outside the main thread, where Python receives no signals.
 
     Attributes:
+        debug: Whether a failure shows its traceback; ``--debug`` sets it at any position.
+        command: The command that runs; None before its options are read.
         received: Number of the first signal; None before it.
         patient: Whether the first signal does not end the process soon, because the command stores
             its state first; the next signal does.
@@ -49,30 +51,28 @@ class Interruption(Handling):
 
     def __init__(self) -> None:
         super().__init__()
+        self.debug = False
+        self.command: click.Command | None = None
         self.received: int | None = None
         self.patient = False
         self.advice = ""
         self._ended = Event()
-        self._undo = ExitStack()
 
-    def __enter__(self) -> "Interruption":
-        if current_thread() is not main_thread():
-            return self
-        reader, writer = socket.socketpair()
-        self._undo.enter_context(writer)
-        writer.setblocking(False)
-        older = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
-        self._undo.callback(signal.set_wakeup_fd, older)
-        super().__enter__()
-        self._undo.callback(self._restore)
-        self._undo.callback(setattr, sys, "unraisablehook", sys.unraisablehook)
-        sys.unraisablehook = partial(_report_unraisable, sys.unraisablehook)
-        Thread(target=self._watch, args=(reader,), daemon=True).start()
-        return self
+    def watch(self) -> None:
+        """End the process soon after a signal, even where Python calls no handler."""
+        reader, self._writer = socket.socketpair()
+        self._writer.setblocking(False)
+        signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
+        Thread(target=self._end_after_signal, args=(reader,), daemon=True).start()
+        # In ``__del__``, where Python ignores exceptions, the thread ends the process.
+        report = sys.unraisablehook
+        sys.unraisablehook = lambda error: (
+            None if isinstance(error.exc_value, SignalReceived) else report(error)
+        )
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         self._ended.set()
-        self._undo.close()
+        self._restore()
 
     @property
     def explanation(self) -> tuple[int, str] | None:
@@ -90,25 +90,13 @@ class Interruption(Handling):
             self.received = number
             raise SignalReceived
 
-    def _watch(self, reader: socket.socket) -> None:
-        with reader:
-            while received := reader.recv(1):  # nothing once the other end is closed
-                number = received[0]
-                if number in _MESSAGES and self.patient:
-                    self.patient = False
-                elif number in _MESSAGES and not self._ended.wait(_GRACE_SECONDS):
-                    _end(number)
-
-
-def _report_unraisable(
-    report: Callable[["sys.UnraisableHookArgs"], object], error: "sys.UnraisableHookArgs"
-) -> None:
-    """Report an exception that Python ignores, such as in ``__del__``, unless a signal raised it.
-
-    The thread then ends the process.
-    """
-    if not isinstance(error.exc_value, SignalReceived):
-        report(error)
+    def _end_after_signal(self, reader: socket.socket) -> None:
+        while True:
+            number = reader.recv(1)[0]
+            if number in _MESSAGES and self.patient:
+                self.patient = False
+            elif number in _MESSAGES and not self._ended.wait(_GRACE_SECONDS):
+                _end(number)
 
 
 def _end(number: int) -> None:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kfac_engine.cli.command import MODEL, Group, command, output
+from kfac_engine.cli.command import MODEL, Option, command, file_option, output
 from kfac_engine.cli.display import print_json, print_table, say, working
 from kfac_engine.cli.options import curvature_option, json_option, number_or, read_curvature
 from kfac_engine.errors import InputError
@@ -27,24 +27,21 @@ def _evidence(text: str) -> str:
 
 _FILES = (
     curvature_option,
-    Group.DATA.file(
-        "--inputs",
+    file_option("Data", "--inputs",
         help="Queries: .npz by input name, one .npy, or a folder of shards. Needed for --out."),
-    output(
-        "-o", "--out", help="File of mean, variance and probabilities of the queries (.npz)."),
-    output(
-        "--export", writes="model",
+    output("-o", "--out", help="File of mean, variance and probabilities of the queries (.npz)."),
+    output("--export", writes="model",
         help="The model with one more output, the variance (.onnx), for a curvature of the last "
         "layer."),
 )  # fmt: skip
 _POSTERIOR = (
-    Group.POSTERIOR.option(
-        "--prior", "prior_precision", metavar="NUMBER|evidence", default=_BY_EVIDENCE,
+    Option(
+        "Posterior", "--prior", "prior_precision", metavar="NUMBER|evidence", default=_BY_EVIDENCE,
         callback=number_or(_evidence),
         help="Precision λ > 0 of the prior of each parameter, or evidence for the most probable "
         "precision, which needs a curvature with targets."),
-    Group.POSTERIOR.option(
-        "--noise", metavar="NUMBER|evidence", default="1.0", callback=number_or(_evidence),
+    Option("Posterior", "--noise", metavar="NUMBER|evidence", default="1.0",
+        callback=number_or(_evidence),
         help="Standard deviation of the targets of a normal loss, or evidence for the most "
         "probable deviation."),
 )  # fmt: skip

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from kfac_engine.cli.command import Group, command, file_path, output
+from kfac_engine.cli.command import Option, command, file_option, file_path, output
 from kfac_engine.cli.display import print_json, print_table, say, tell, working
 from kfac_engine.cli.options import json_option, read_curvature, sample_option
 from kfac_engine.errors import InputError
@@ -26,12 +26,11 @@ _MOST_NAMES = 5
     "kfac-engine merge mlp.onnx other.onnx --curvature mlp.curvature.safetensors \\\n"
     "  --curvature other.curvature.safetensors -o merged.onnx",
     click.Argument(["models"], type=file_path, nargs=-1, required=True),
-    Group.DATA.file(
-        "--curvature", "curvatures", multiple=True, required=True,
+    file_option("Data", "--curvature", "curvatures", multiple=True, required=True,
         help="Curvature of each model, a file that the command curvature wrote; repeated for each "
         "model, in their order."),
-    Group.DATA.option(
-        "--weight", "weights", type=click.FloatRange(min=0, min_open=True), multiple=True,
+    Option(
+        "Data", "--weight", "weights", type=click.FloatRange(min=0, min_open=True), multiple=True,
         help="Weight of each model, repeated in their order; by default all are equal."),
     sample_option,
     output("-o", "--out", writes="model", required=True, help="The merged model (.onnx)."),

@@ -5,7 +5,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from kfac_engine.cli.command import MODEL, Group, command, output
+from kfac_engine.cli.command import MODEL, Option, command, file_option, output
 from kfac_engine.cli.display import (
     print_json,
     print_table,
@@ -25,17 +25,14 @@ if TYPE_CHECKING:
 
 
 _FILES = (
-    Group.DATA.file(
-        "--inputs", required=True,
+    file_option("Data", "--inputs", required=True,
         help="Batch: .npz with the inputs by name and 'targets', or a folder of such files, which "
         "are one batch. With --targets: the inputs, .npz or .npy."),
-    Group.DATA.file(
-        "--targets",
+    file_option("Data", "--targets",
         help="Targets in a separate file, .npz or .npy. With --gradients, targets are "
         "optional."),
-    Group.DATA.file(
-        "--gradients", help="Gradients to precondition in place of the model's own (.safetensors)."
-    ),
+    file_option("Data", "--gradients",
+        help="Gradients to precondition in place of the model's own (.safetensors)."),
     output("--state", help="Moving averages, loaded if the file exists, then saved."),
     output("-o", "--out", required=True, help="File of the result (.safetensors)."),
 )  # fmt: skip
@@ -54,9 +51,8 @@ NATURAL_GRADIENT = "natural_gradient/"
     "kfac-engine precondition mlp.onnx --inputs images.npy \\\n"
     "  --targets labels.npy -o gradients.safetensors",
     MODEL,
-    Group.CURVATURE.option("--exp", default=-1.0, help="Power of the Fisher matrix."),
-    Group.REFRESHES.option(
-        "--refresh-every", type=int, default=10,
+    Option("Curvature", "--exp", default=-1.0, help="Power of the Fisher matrix."),
+    Option("Refreshes of the inverses", "--refresh-every", type=int, default=10,
         help="Number of calls from one refresh of a factor to the next."),
     json_option,
     files=_FILES,

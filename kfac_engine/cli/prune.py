@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kfac_engine.cli.command import MODEL, Group, command, output
+from kfac_engine.cli.command import MODEL, Option, command, output
 from kfac_engine.cli.display import print_json, print_table, say, working
 from kfac_engine.cli.options import (
     curvature_option,
@@ -23,12 +23,11 @@ if TYPE_CHECKING:
 
 
 _SALIENCY = (
-    Group.PRUNING.option(
-        "--method", metavar="NAME", default="obd", names=("analysis.pruning.pruning.METHODS",),
+    Option("Pruning", "--method", metavar="NAME", default="obd",
+        names=("analysis.pruning.pruning.METHODS",),
         help="Saliency of a weight: obd, the rise of the loss if only this weight becomes zero; "
         "obs, the rise if the other weights of its block compensate for it; or its magnitude."),
-    Group.PRUNING.option(
-        "--damping", type=click.FloatRange(min=0), default=0.0,
+    Option("Pruning", "--damping", type=click.FloatRange(min=0), default=0.0,
         help="Damping λ, added to the Fisher matrix. obs needs a positive damping where the matrix "
         "is singular."),
 )  # fmt: skip
@@ -91,15 +90,13 @@ def _report_scores(scores: "Mapping[str, Array]", method: str, out: Path, as_jso
 
 
 _SELECTION = (
-    Group.PRUNING.option(
-        "--sparsity", type=float, help="Fraction of the chosen weights to set to zero, in [0, 1)."),
-    Group.PRUNING.option("--count", type=int, help="Number of weights to set to zero."),
-    Group.PRUNING.option(
-        "--pattern", metavar="N:M",
+    Option("Pruning", "--sparsity", type=float,
+        help="Fraction of the chosen weights to set to zero, in [0, 1)."),
+    Option("Pruning", "--count", type=int, help="Number of weights to set to zero."),
+    Option("Pruning", "--pattern", metavar="N:M",
         help="Largest number of nonzero weights among consecutive inputs of a layer, such as 2:4."),
     *_SALIENCY,
-    Group.PRUNING.option(
-        "--parameters", metavar="PATTERN", multiple=True, callback=one_or_more,
+    Option("Pruning", "--parameters", metavar="PATTERN", multiple=True, callback=one_or_more,
         help="Name or pattern of parameters to prune; by default the weights of all layers."),
 )  # fmt: skip
 

@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from inspect import signature
 from math import isfinite
 from pathlib import Path
@@ -10,11 +11,20 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kfac_engine.cli.command import MODEL, Group, Invocation, command, file_path, output
+from kfac_engine.cli.command import (
+    MODEL,
+    Option,
+    command,
+    count_option,
+    file_option,
+    file_path,
+    output,
+)
 from kfac_engine.cli.display import print_json, say, shown_warnings, tell, working
 from kfac_engine.cli.engine_options import engine_options
-from kfac_engine.cli.interruption import Interruption, SignalReceived
+from kfac_engine.cli.interruption import Invocation, SignalReceived
 from kfac_engine.cli.options import json_option, labeled_data, number_or, one_or_more
+from kfac_engine.distributed.job import launched_by_mpi
 from kfac_engine.errors import InferenceFormWarning, InputError
 from kfac_engine.printable import printable
 from kfac_engine.system.writing import check_outputs
@@ -47,93 +57,103 @@ def _callbacks(choices: SimpleNamespace) -> "Iterator[Callback]":
 
 
 _CHOICES = (
-    Group.LENGTH.count(
-        "--early-stop", metavar="N",
+    count_option("Length of the run", "--early-stop", metavar="N",
         help="End the run after N validations in a row that do not improve the metric of --best, "
         "by default validation_loss."),
-    Group.VALIDATION.option(
-        "--best", metavar="METRIC",
+    Option("Validation", "--best", metavar="METRIC",
         help="Write the weights of the validation with the best metric, such as validation_loss, "
         "not the last step's weights."),
-    Group.VALIDATION.option(
-        "--average", "decay", metavar="DECAY|tail", callback=number_or(str),
+    Option("Validation", "--average", "decay", metavar="DECAY|tail", callback=number_or(str),
         help="Evaluate and write an average of the weights: an exponential average with a decay "
         "such as 0.99, or the mean over the last 40 % of the run."),
-    output(
-        "--tensorboard", writes="folder", metavar="DIR",
+    output("--tensorboard", writes="folder", metavar="DIR",
         help="Folder for event files of TensorBoard; needs the extra tensorboard."),
 )  # fmt: skip
 
 
 _FILES = (
     *labeled_data("--data"),
-    Group.VALIDATION.option(
-        "--validation", metavar="FILE|FRACTION", callback=number_or(Path),
+    Option("Validation", "--validation", metavar="FILE|FRACTION", callback=number_or(Path),
         help="Data to evaluate after each epoch, as for --data; or the fraction of --data to split "
         "off, such as 0.1."),
-    Group.CHECKPOINTS.file(
-        "--checkpoint", writes="folder",
+    file_option("Checkpoints", "--checkpoint", writes="folder",
         help="Folder for the state of the run, to resume from."),
     output("--log", writes="log", help="File for a line of JSON for each step."),
     output("--report", help="File for a page with the charts of the run (.html)."),
-    Group.DATA.file(
-        "--inputs",
+    file_option("Data", "--inputs",
         help="Batch from which shapes and sequence lengths are inferred, .npz or .npy; the first "
         "examples of --data by default."),
     output("-o", "--out", writes="model", required=True, help="The trained model (.onnx)."),
 )  # fmt: skip
 _UPDATE = (
-    Group.OPTIMIZER.option(
-        "--optimizer", type=click.Choice(OPTIMIZERS), default=OPTIMIZERS[0], help="The optimizer."),
-    Group.OPTIMIZER.option(
-        "--learning-rate", type=float, help="Learning rate; by default the optimizer's own."),
-    Group.OPTIMIZER.option(
-        "--damping", type=float,
+    Option("Optimizer", "--optimizer", type=click.Choice(OPTIMIZERS), default=OPTIMIZERS[0],
+        help="The optimizer."),
+    Option("Optimizer", "--learning-rate", type=float,
+        help="Learning rate; by default the optimizer's own."),
+    Option("Optimizer", "--damping", type=float,
         help="Damping for kfac and gauss_newton. Without --learning-rate, kfac's damping is "
         "relative to the mean eigenvalue of each block, and 0.1 by default."),
-    Group.OPTIMIZER.option(
-        "--weight-decay", type=float, help="Weight decay; by default the optimizer's own."),
-    Group.KFAC_REFRESHES.option(
-        "--refresh-every", type=int,
+    Option("Optimizer", "--weight-decay", type=float,
+        help="Weight decay; by default the optimizer's own."),
+    Option("Refreshes of the inverses, with --optimizer kfac", "--refresh-every", type=int,
         help="Number of steps from one refresh of a factor to the next."),
 )  # fmt: skip
 _COURSE = (
-    Group.LENGTH.count("--epochs", help="Largest number of epochs; 10 without a budget."),
-    Group.LENGTH.count("--steps", help="Largest number of steps."),
-    Group.LENGTH.option("--seconds", type=float, help="Largest time, validation included."),
-    Group.OPTIMIZER.count(
-        "--batch-size", default=128,
+    count_option("Length of the run", "--epochs",
+        help="Largest number of epochs; 10 without a budget."),
+    count_option("Length of the run", "--steps", help="Largest number of steps."),
+    Option("Length of the run", "--seconds", type=float, help="Largest time, validation included."),
+    count_option("Optimizer", "--batch-size", default=128,
         help="Examples in a batch, or in a part of it with --accumulate."),
-    Group.OPTIMIZER.count(
-        "--accumulate", default=1, metavar="PARTS",
+    count_option("Optimizer", "--accumulate", default=1, metavar="PARTS",
         help="Parts of a step, computed one after the other: the step equals the step of a "
         "batch of PARTS times --batch-size examples, in the memory of one part."),
-    Group.OPTIMIZER.option(
-        "--schedule", type=click.Choice(SCHEDULES), default=SCHEDULES[0],
+    Option("Optimizer", "--schedule", type=click.Choice(SCHEDULES), default=SCHEDULES[0],
         help="Factor of the learning rate: constant to 60 % of the run and then linear to zero, a "
         "cosine, or constant."),
-    Group.VALIDATION.option(
-        "--metrics", metavar="NAME", multiple=True, callback=one_or_more,
+    Option("Validation", "--metrics", metavar="NAME", multiple=True, callback=one_or_more,
         names=("engine.metrics.METRICS",),
         help="Metric of --validation; by default the loss, and the accuracy of classes. top5 may "
         "have another number."),
-    Group.CHECKPOINTS.count(
-        "--checkpoint-every", metavar="STEPS",
+    count_option("Checkpoints", "--checkpoint-every", metavar="STEPS",
         help="Steps from one checkpoint to the next; by default epochs."),
-    Group.CHECKPOINTS.count(
-        "--rollbacks", least=0, metavar="N", default=3,
+    count_option("Checkpoints", "--rollbacks", least=0, metavar="N", default=3,
         help="Largest number of returns to earlier parameters if the loss explodes."),
-    Group.CHECKPOINTS.option(
-        "--resume", is_flag=True, help="Continue from --checkpoint, if it has a state."),
+    Option("Checkpoints", "--resume", is_flag=True,
+        help="Continue from --checkpoint, if it has a state."),
 )  # fmt: skip
 
 
-_DISTRIBUTION = Group.MACHINE.option(
+_DISTRIBUTION = Option(
+    "Machine",
     "--distribution",
     type=click.Choice(("replicate", "shard")),
     help="Division of the curvature among the processes of mpirun: each stores all inverses, "
     "or the inverses of its layers. By default replicate.",
 )
+
+
+@contextmanager
+def _among_processes(options: dict[str, Any]) -> Iterator[None]:
+    """Return a context in which the command is one of the processes of an MPI job.
+
+    An error of one process becomes an error of all. Only the first process prints. ``options`` has
+    the distribution and receives the communicator.
+    """
+    distribution = options.pop("distribution")
+    if distribution is None and not launched_by_mpi():
+        yield
+        return
+    from kfac_engine.distributed.agreement import Agreement
+    from kfac_engine.distributed.mpi import over_mpi
+
+    communicator = over_mpi()
+    options |= {"communicator": communicator, "distribution": distribution or "replicate"}
+    with Agreement(communicator).operation("command"), ExitStack() as silence:
+        if communicator.rank:
+            silence.enter_context(redirect_stdout(None))
+            silence.enter_context(redirect_stderr(None))
+        yield
 
 
 @command(
@@ -147,6 +167,7 @@ _DISTRIBUTION = Group.MACHINE.option(
     update=_UPDATE,
     course=_COURSE,
     choices=_CHOICES,
+    around=_among_processes,
     options=(_DISTRIBUTION, *engine_options(without=SET_HERE)),
 )
 def train(
@@ -228,9 +249,9 @@ def _fit(
 ) -> "ke.History":
     import kfac_engine as ke
 
-    interruption = click.get_current_context().ensure_object(Invocation).interruption
+    invocation = click.get_current_context().ensure_object(Invocation)
     if files.checkpoint is not None:
-        callbacks.append(_patience(interruption))
+        callbacks.append(_patience(invocation))
     try:
         with shown_warnings():
             warnings.simplefilter("ignore", InferenceFormWarning)
@@ -247,20 +268,20 @@ def _fit(
                 **vars(course),
             )
     except SignalReceived:
-        interruption.advice = _advice(files)
+        invocation.advice = _advice(files)
         raise
 
 
-def _patience(interruption: Interruption) -> "Callback":
+def _patience(invocation: Invocation) -> "Callback":
     """Return a callback that lets a run write its checkpoint after the first signal."""
     from kfac_engine.training.hooks import Callback
 
     class Patience(Callback):
         def on_run_start(self, *_: object) -> None:
-            interruption.patient = True
+            invocation.patient = True
 
         def close(self) -> None:
-            interruption.patient = False
+            invocation.patient = False
 
     return Patience()
 

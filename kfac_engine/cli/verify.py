@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kfac_engine.cli.command import MODEL, Group, command
+from kfac_engine.cli.command import MODEL, command, count_option
 from kfac_engine.cli.display import print_json, print_table, say, working
 from kfac_engine.cli.engine_options import engine_options
 from kfac_engine.cli.options import json_option, labeled_data
@@ -23,11 +23,10 @@ FAILED = 3
     "Check gradients, curvature, inverses and export against definitions.",
     "kfac-engine verify mlp.onnx --inputs images.npy --targets labels.npy",
     MODEL,
-    Group.CHECKS.count(
-        "--examples", default=8, help="Largest number of examples that the checks read."
+    count_option(
+        "Checks", "--examples", default=8, help="Largest number of examples that the checks read."
     ),
-    Group.CHECKS.count(
-        "--parameters", default=12,
+    count_option("Checks", "--parameters", default=12,
         help="Largest number of parameters, and of layers, that are checked one by one."),
     json_option,
     files=labeled_data("--inputs"),

@@ -10,7 +10,7 @@ import pytest
 
 from kfac_engine.__main__ import main
 from kfac_engine.cli import app as frame
-from kfac_engine.cli.interruption import Interruption, SignalReceived
+from kfac_engine.cli.interruption import Invocation, SignalReceived
 from kfac_engine.distributed.agreement import Agreement
 from kfac_engine.distributed.protocol import Alone
 from kfac_engine.errors import InputError
@@ -87,17 +87,17 @@ def test_of_several_processes_the_first_prints_a_mistyped_option(rank, ended, mo
 @pytest.mark.parametrize("rank", [0, 1])
 def test_of_several_processes_the_first_prints_a_signal(rank, failing, ended, monkeypatch, capsys):
     monkeypatch.setenv("PMI_RANK", str(rank))
-    monkeypatch.setattr(Interruption, "explanation", (143, "terminated."))
-    monkeypatch.setattr(Interruption, "__enter__", received)
+    monkeypatch.setattr(Invocation, "explanation", (143, "terminated."))
+    monkeypatch.setattr(Invocation, "__enter__", received)
     failing(SignalReceived())
     assert main(["fail"]) == 143
     assert capsys.readouterr().err.splitlines() == ["error: terminated."][rank:]
     assert ended == []
 
 
-def received(interruption):
-    interruption.received = 15
-    return interruption
+def received(invocation):
+    invocation.received = 15
+    return invocation
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from kfac_engine.analysis.pruning.pruning import METHODS
 from kfac_engine.bench import run as bench
 from kfac_engine.bench.roofline import Roofline
 from kfac_engine.cli.app import app
-from kfac_engine.curvature.approximations import KINDS, accepted
+from kfac_engine.curvature.approximations import KINDS
 from kfac_engine.curvature.estimation_modes import MODES
 from kfac_engine.data import demo_model, digits
 from kfac_engine.engine.metrics import METRICS
@@ -24,19 +24,12 @@ from kfac_engine.training.fit import OPTIMIZERS
 from tests.nightly import nightly_but
 
 COMMANDS = sorted(app.commands)
-WITH_ENGINE = ("train", "precondition", "inspect", "verify", "curvature")
 
 
 def page_of(name, capsys):
     """Return the help page of a command; of the program for an empty name."""
     assert main([*name.split(), "--help"]) == 0
     return capsys.readouterr().out
-
-
-def sections(page):
-    """Return heading to text."""
-    parts = re.split(r"^(\S.*):\n", page, flags=re.M)
-    return dict(zip(parts[1::2], parts[2::2], strict=True))
 
 
 @pytest.mark.parametrize("columns", ["80", "200"])
@@ -51,6 +44,7 @@ NAMES = {
     "losses": ("train", "--loss", LOSSES),
     "losses of a gradient": ("differentiate", "--loss", LOSSES),
     "modes": ("inspect", "--mode", MODES),
+    "kinds of layers": ("inspect", "--approx", KINDS),
     "metrics": ("train", "--metrics", METRICS),
     "optimizers": ("train", "--optimizer", OPTIMIZERS),
     "structures": ("curvature", "--structure", STRUCTURES),
@@ -64,15 +58,6 @@ NAMES = {
 def test_help_of_option_lists_its_names(name, flag, names, capsys):
     entry = re.search(rf"^  {flag} .*\n(?:   +.*\n)*", page_of(name, capsys), re.M)[0]
     assert set(names) <= set(re.findall(r"\w+", entry))
-
-
-@pytest.mark.parametrize("name", WITH_ENGINE)
-def test_help_lists_kinds_and_names_of_approximations(name, capsys):
-    table = sections(page_of(name, capsys))["Kinds and names of --approx, the default first"]
-    rows = " ".join(table.split())
-    for kind in KINDS:
-        if len(accepted(kind)) > 1:
-            assert re.search(rf"\b{kind}\b[\w, ]*? {', '.join(accepted(kind))}", rows)
 
 
 # -- examples

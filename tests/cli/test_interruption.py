@@ -229,12 +229,12 @@ def test_ctrl_c_in_the_library_ends_a_loop_without_an_end(start):
 
 
 def test_an_ignored_signal_stays_ignored_and_handlers_are_put_back():
-    from kfac_engine.cli.interruption import Interruption
+    from kfac_engine.cli.interruption import Invocation
 
     before = signal.getsignal(signal.SIGTERM)
     older = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with Interruption():
+        with Invocation():
             assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
             assert signal.getsignal(signal.SIGTERM) != before
         assert signal.getsignal(signal.SIGTERM) == before
