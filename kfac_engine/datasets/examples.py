@@ -149,9 +149,8 @@ class ExampleAxes:
             name: _take(array, self.inputs[name], selection) if name in self.inputs else array
             for name, array in inputs.items()
         }
-        arrays = self._named(targets)
         return selected, self._mapped(
-            targets, lambda key, axis: _take(arrays[key], axis, selection)
+            (targets,), lambda arrays, axis: _take(arrays[0], axis, selection)
         )
 
     def joined(self, batches: Sequence[Batch]) -> Batch:
@@ -165,10 +164,7 @@ class ExampleAxes:
             else array
             for name, array in batches[0][0].items()
         }
-        named = [self._named(targets) for _, targets in batches]
-        return inputs, self._mapped(
-            batches[0][1], lambda key, axis: _concatenated([entry[key] for entry in named], axis)
-        )
+        return inputs, self._mapped([targets for _, targets in batches], _concatenated)
 
     def separated(self, arrays: Mapping[str, Array], *, labeled: bool = True) -> Batch:
         """Return the inputs and the targets among arrays by name.
@@ -259,21 +255,29 @@ class ExampleAxes:
         named = targets if isinstance(targets, Mapping) else {"": targets}
         return {(TARGETS, name): array for name, array in named.items()}
 
-    def _mapped(self, targets: Targets, function: Callable[[Any, int], Array]) -> Targets:
-        """Return targets in their form, each array replaced by ``function`` of its key and axis."""
-        results = {
-            key: function(key, self._target_axis(key[1], array, key[0]))
-            for key, array in self._named(targets).items()
-        }
+    def _mapped(
+        self,
+        batches: Sequence[Any],
+        function: Callable[[Sequence[Array], int], Array],
+        kind: str = TARGETS,
+    ) -> Any:
+        """Return targets in the form that those of all batches have.
 
-        def like(form: Targets, kind: str) -> Any:
-            if isinstance(form, Mapping):
-                return {name: results[kind, name] for name in form}
-            return None if form is None else results[kind, ""]
-
-        if isinstance(targets, Weighted):
-            return Weighted(like(targets.targets, TARGETS), like(targets.weights, WEIGHTS))
-        return like(targets, TARGETS)  # type: ignore[no-any-return] # in the form of the targets
+        Each array is ``function`` of the arrays of the batches, and of their axis of examples.
+        """
+        form = batches[0]
+        if isinstance(form, Weighted):
+            targets = self._mapped([of_batch.targets for of_batch in batches], function)
+            weights = [of_batch.weights for of_batch in batches]
+            return Weighted(targets, self._mapped(weights, function, WEIGHTS))
+        if isinstance(form, Mapping):
+            return {
+                name: function(
+                    [of_batch[name] for of_batch in batches], self._target_axis(name, array, kind)
+                )
+                for name, array in form.items()
+            }
+        return None if form is None else function(batches, self._target_axis("", form, kind))
 
     def _target_axis(self, name: str, array: Array | tuple[()], kind: str) -> int:
         """Return the axis of examples in targets; loss objects may have names of their own."""

@@ -506,7 +506,7 @@ class AdaptiveLengthUpdate(Update):
             stack = joined(matrices, names).reshape(-1, *matrices[names[0]].shape[1:])
             of_side = excess[self.sides[names[0]]]
             squares = of_side * largest_singular_values(stack, self.matmul) ** 2
-            least |= views_of(squares, {name: step.slots["slope"][name] for name in names})
+            least |= views_of(squares, names, step.slots["slope"])
         if least and on_device(next(iter(least.values()))):
             on_host = self.engine.collection.backend.download([*least.values()])
             return dict(zip(least, on_host, strict=True))
@@ -705,8 +705,7 @@ class AdaptiveLengthUpdate(Update):
             products = joined(averaged, names).reshape(stack.shape) * equal
             descends = products.sum(axis=(1, 2), keepdims=True) > 0
             chosen = array_module(stack).where(descends, equal, stack)
-            like = {name: matrices[name] for name in names}
-            parts = views_of(chosen.reshape(-1), like) if names[1:] else {names[0]: chosen}
+            parts = by_name(chosen.reshape(-1) if names[1:] else chosen, names, matrices)
             directions |= {n: weights[n].array(part, natural[n]) for n, part in parts.items()}
         return directions
 

@@ -1,7 +1,6 @@
 """Decides when an optimizer updates statistics and inverses, and on which part of a batch."""
 
 from collections.abc import Callable, Mapping, Sequence
-from itertools import accumulate
 from math import ceil, inf
 from typing import NamedTuple, TypeVar
 
@@ -27,16 +26,16 @@ class PartialBatch:
     Args:
         engine: The engine of the model.
         part: Share of the examples, in (0, 1].
+
+    Attributes:
+        share: The share of the examples that are chosen; 1 for a model that needs whole batches.
     """
 
     def __init__(self, engine: Engine, part: float) -> None:
         self._engine, self._part = engine, part
-        self._axes = engine.example_axes
-
-    @property
-    def share(self) -> float:
-        """The share of the examples that are chosen; 1 for a model that needs whole batches."""
-        return self._part if not self._axes.obstacle or self._axes.fixed_size == 1 else 1.0
+        self._axes = axes = engine.example_axes
+        self._least = fewest_measured(engine)
+        self.share = part if not axes.obstacle or axes.fixed_size == 1 else 1.0
 
     def __call__(self, step: int, batch: Sequence[Batch]) -> tuple[Sequence[Batch], int | None]:
         """Return the chosen examples, and the number of examples of the whole batch.
@@ -115,13 +114,14 @@ class PartialBatch:
         The result is None if only some of the processes would have examples in a part.
         """
         sizes = self._engine.passes.part_sizes
-        places = accumulate((size for part in sizes for size in part), initial=0)
-        whole = sum(map(sum, sizes))
-        least = fewest_measured(self._engine)
+        start, whole = 0, sum(map(sum, sizes))
         chosen = []
-        for part in sizes:
-            rows = (RowRange(start, size, whole) for size, start in zip(part, places, strict=False))
-            of_ranks = [rotating_part(step, row, self._part, least) for row in rows]
+        for of_part in sizes:
+            of_ranks = list[Array]()
+            for size in of_part:
+                rows = RowRange(start, size, whole)
+                of_ranks.append(rotating_part(step, rows, self._part, self._least))
+                start += size
             if any(map(len, of_ranks)) and not all(map(len, of_ranks)):
                 return None
             chosen.append(of_ranks[self._engine.passes.agreement.rank])
@@ -150,6 +150,7 @@ class CurvatureUpdates:
 
     Attributes:
         planner: Plans the updates.
+        part: Chooses the examples whose statistics are computed.
     """
 
     def __init__(
@@ -160,13 +161,8 @@ class CurvatureUpdates:
         self._engine = engine
         self.planner = engine.fisher.growing_planner(schedule)
         self._names = engine.factors.refresh_names()
-        self._part = PartialBatch(engine, part)
+        self.part = PartialBatch(engine, part)
         self._latest = DueUpdates(0, statistics=False, inverses=False, bound=1)
-
-    @property
-    def share(self) -> float:
-        """The share of the examples whose statistics are computed."""
-        return self._part.share
 
     def due(self, step: int, examples: int) -> DueUpdates:
         """Return the updates of a step; ``examples`` is the batch size over all processes."""
@@ -217,7 +213,7 @@ class CurvatureUpdates:
                     if whole:
                         use(batch, None)
                     else:
-                        self._part.first(due.step, batch, use)
+                        self.part.first(due.step, batch, use)
         if due.inverses:
             with clock("inverses"):
                 fisher.refresh(planner, due.step, due.bound)

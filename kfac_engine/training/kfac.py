@@ -465,7 +465,7 @@ class KfacOptimizer(Optimizer):
         undo.protect(step.gradients, -1.0, inf if step.rate > _LARGE_RATE else bound)
         whole = rule.whole or (rule is self._given and bool(self.measures_whole(self._slots)))
         if self.shrinks_inputs and rule is self._given:
-            share = 1.0 if whole else self._curvature.share
+            share = 1.0 if whole else self._curvature.part.share
             self._damp(basis.evidence, max(step.examples * share, 1.0), undo)
         self._curvature.update(due, step.batch, step.clock, whole=whole, by_example=rule.whole)
 

@@ -94,18 +94,17 @@ class Zeros(dict[str, Array]):
     """
 
     def __init__(self, like: Vector) -> None:
-        alike: dict[Any, dict[str, Array]] = {}
+        super().__init__(like)  # in the same order
+        alike: dict[Any, list[str]] = {}
         for name, value in like.items():
-            alike.setdefault(value.dtype, {})[name] = value
+            alike.setdefault(value.dtype, []).append(name)
+        self.blocks: dict[str, Array] = {}
         self.views: dict[tuple[str, ...], Array] = {}
-        arrays: dict[str, Array] = {}
-        for dtype, values in alike.items():
-            size = sum(value.size for value in values.values())
-            block = array_module(next(iter(values.values()))).zeros(size, dtype)
-            self.views[tuple(values)] = block
-            arrays |= views_of(block, values)
-        self.blocks = {names[0]: block for names, block in self.views.items()}
-        super().__init__({name: arrays[name] for name in like})
+        for dtype, names in alike.items():
+            size = sum(like[name].size for name in names)
+            block = array_module(like[names[0]]).zeros(size, dtype)
+            self.blocks[names[0]] = self.views[tuple(names)] = block
+            self.update(views_of(block, names, like))
 
     def block(self, names: tuple[str, ...]) -> Array:
         """Create a view with one axis of arrays of one type that follow one another."""
@@ -145,9 +144,7 @@ def joined(vector: Vector, names: Sequence[str]) -> Array:
 
 def by_name(entries: Array, names: Sequence[str], like: Vector) -> dict[str, Array]:
     """Return the arrays that ``joined`` joins, as views in the shapes of ``like``."""
-    if len(names) == 1:
-        return {names[0]: entries}
-    return views_of(entries, {name: like[name] for name in names})
+    return views_of(entries, names, like) if names[1:] else {names[0]: entries}
 
 
 def block_of(state: Vector, names: tuple[str, ...]) -> Array:
@@ -159,12 +156,16 @@ def block_of(state: Vector, names: tuple[str, ...]) -> Array:
     return state.block(names) if view is None else view
 
 
-def views_of(entries: Array, like: Vector) -> dict[str, Array]:
-    """Return views of the entries of one axis, in the shapes of arrays that follow one another."""
+def views_of(entries: Array, names: Sequence[str], like: Vector) -> dict[str, Array]:
+    """Return views of the entries of one axis, for arrays of these names that follow one another.
+
+    They have the shapes of ``like``.
+    """
     views, start = dict[str, Array](), 0
-    for name, value in like.items():
-        stop = start + prod(value.shape)
-        views[name] = entries[start:stop].reshape(value.shape)
+    for name in names:
+        shape = like[name].shape
+        stop = start + prod(shape)
+        views[name] = entries[start:stop].reshape(shape)
         start = stop
     return views
 

@@ -190,16 +190,19 @@ def begin_requests(
         together = [request for request in requests if request.operation == operation]
         if together:
             groups.append((together, start(backend, together)))
-    return lambda: {
-        request: result
-        for together, results in groups
-        for request, result in zip(together, results(), strict=True)
-    }
+
+    def finish() -> Mapping[Request, Result]:
+        results: dict[Request, Result] = {}
+        for together, of_operation in groups:
+            results.update(zip(together, of_operation(), strict=True))
+        return results
+
+    return finish
 
 
 def _inverses(backend: Backend, requests: Sequence[Request]) -> Finish:
     finish = backend.linalg.begin_damped_inverses(*_matrices(requests))
-    return lambda: _by_request(backend, requests, ((inverse,) for inverse in finish()))
+    return lambda: _by_request(backend, requests, zip(finish(), strict=True))
 
 
 def _choleskys(backend: Backend, requests: Sequence[Request]) -> Sequence[Result]:
