@@ -219,8 +219,8 @@ class AdaptiveLengthUpdate(Update):
     sides: Mapping[str, int]  # smaller side of the matrices of each weight
     equal: Collection[str]  # the weights whose singular values may become equal
     widths: Mapping[str, float]  # sum of the sides of the factors of each weight
-    # The steps with new directions of weights that have one in every second step: 0 for even ones,
-    # 1 for odd ones. An array for a stack.
+    # The steps with new directions of wide weights, which have one in every second step: 0 for even
+    # ones, 1 for odd ones. An array for a stack.
     turns: Mapping[str, Any]
     blocks: Mapping[str, FisherBlock]  # the block of the layer of each weight
     # Number of the group of each weight and of each parameter with weights. Parameters that blocks
@@ -477,10 +477,10 @@ class AdaptiveLengthUpdate(Update):
     ) -> None:
         """Write ``measured``."""
         self.measured.clear()
-        for names, numbers in squares.items():
+        for names, numbers in squares.items() if self.turns else ():
             for name, square in by_name(numbers, names, step.slots["slope"]).items():
                 direction = descent.natural[name]
-                wide = direction is descent.active[name] and self.widths[name] > _NARROW
+                wide = direction is descent.active[name] and name in self.turns
                 if wide and type(direction) is np.ndarray:
                     measured = Measured(direction, step.examples, square, least.get(name))
                     self.measured[name] = measured
@@ -566,17 +566,16 @@ class AdaptiveLengthUpdate(Update):
         number: Any = step.step
         sums = dict[str, Any]()
         number = number.astype(np.int64) if is_recorded(number) else number
-        wide = [name for name, width in self.widths.items() if width > _NARROW]
-        for names, products in turn.last.items():
-            if not {*wide}.isdisjoint(names):
+        for names, products in turn.last.items() if self.turns else ():
+            if not self.turns.keys().isdisjoint(names):
                 along = products + block_of(step.slots["slope"], names)
                 sums |= by_name(along, names, step.slots["slope"])
         due = dict.fromkeys(self.widths, turn.onward)
-        for name in wide:
+        for name, of_weight in self.turns.items():
             always: Any = self._rows(name, step.examples) >= self.widths[name]
             if not is_recorded(always) and always:
                 continue
-            in_turn = np.logical_or(number == 0, (number + self.turns[name]) % 2 == 0)
+            in_turn = np.logical_or(number == 0, (number + of_weight) % 2 == 0)
             of_name = sums[name] if name in self.independent else sums[name].min()
             turns = np.logical_or(always, np.logical_or(in_turn, of_name < 0))  # c < -1
             due[name] = turns if turn.onward is True else np.logical_and(turns, turn.onward)
@@ -693,7 +692,8 @@ class AdaptiveLengthUpdate(Update):
                 iterations[name] = count
         if not iterations:
             return directions
-        directions |= self._at_once(natural, ahead, iterations)
+        if many := self._many(natural.values()):
+            directions |= self._at_once(many, natural, ahead, iterations)
         matrices = {name: weights[name].matrices(natural[name]) for name in iterations}
         kinds = {n: self._kind(n, stack, iterations[n]) for n, stack in matrices.items()}
         for names in groups(matrices, kinds):
@@ -710,15 +710,12 @@ class AdaptiveLengthUpdate(Update):
         return directions
 
     def _at_once(
-        self, natural: Vector, ahead: Vector, iterations: dict[str, Any]
+        self, many: ManyArrays, natural: Vector, ahead: Vector, iterations: dict[str, Any]
     ) -> dict[str, Array]:
         """Return the directions of small matrices of a device, and remove them from ``iterations``.
 
         Their rows are in the order of memory, which does not matter.
         """
-        many = self._many(natural.values())
-        if many is None:
-            return {}
         plain = {n: self.units.weights[n].plain_matrix(natural[n]) for n in iterations}
         chosen = {n: m for n, m in plain.items() if m is not None and many.fits(m)}
         numbers = [iterations.pop(name) for name in chosen]
@@ -958,7 +955,7 @@ def adaptive_lengths(
         sides,
         equal,
         widths,
-        {name: turns[numbers[name]] for name in shapes},
+        {name: turns[numbers[name]] for name in shapes if widths[name] > _NARROW},
         blocks,
         numbers,
         [*units.split({name: parameters[name] for name in numbers if name in parameters})],

@@ -7,7 +7,7 @@ import numpy as np
 
 from kfac_engine.backend.namespace import is_recorded
 from kfac_engine.training.optimizer import SlotArrays
-from kfac_engine.training.vectors import Products, Vector, Zeros
+from kfac_engine.training.vectors import Products, Vector, Zeros, joined
 
 # Decay of the averages of squares.
 _DECAY = 0.9
@@ -55,7 +55,7 @@ class GradientWeight:
         if not squares:
             return 1.0
         usual: Any = old[_SQUARES][_MATRICES]
-        of_step: Any = np.concatenate([np.reshape(square, -1) for square in squares.values()])
+        of_step: Any = joined(squares, [*squares])
         of_step = np.where(np.isfinite(of_step), of_step, usual)
         known = np.logical_and(usual > 0, of_step > 0)
         logs = np.log(np.where(known, of_step, 1.0)) - np.log(np.where(known, usual, 1.0))

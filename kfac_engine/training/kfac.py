@@ -19,7 +19,7 @@ from kfac_engine.engine.options import check_damping
 from kfac_engine.engine.profiling import StageClock
 from kfac_engine.engine.rollback import Undo
 from kfac_engine.errors import InputError, NonFiniteError
-from kfac_engine.layers.feature_powers import FeaturePowers, LayerInput
+from kfac_engine.layers.feature_powers import FeaturePowers
 from kfac_engine.losses.normal import NormalMeanNegativeLogProbLoss
 from kfac_engine.losses.objective import Residuals
 from kfac_engine.training.adaptive_lengths import (
@@ -197,6 +197,12 @@ class KfacOptimizer(Optimizer):
         refresh_every: Largest number of steps between two refreshes of the inverses.
         non_finite: Reaction to a batch that yields NaN or infinity: ``"raise"`` or ``"skip"``.
 
+    Attributes:
+        feature_inputs: The inputs of the layers whose features bound updates.
+        counts_examples: Whether updates depend on how often examples come again.
+        shrinks_inputs: Whether averages of the model's inputs shrink: with ``"auto"`` and its own
+            damping.
+
     Raises:
         InputError: An option lies outside its range, or does not fit the others.
     """
@@ -262,15 +268,20 @@ class KfacOptimizer(Optimizer):
             None if decays is not None or adaptation else self._auto,
             damps=rule == AUTO and damping is None and adaptation is None,
         )
-        schedule = Schedule(statistics_every, refresh_every)
-        # Adam updates the parameters without a layer, unless a change is predicted.
-        by_example = rule != AUTO or adaptation is not None
-        self._curvature = CurvatureUpdates(engine, schedule, statistics_part, by_example=by_example)
-        self._measures = float(statistics_part)
+        self._curvature = CurvatureUpdates(
+            engine,
+            Schedule(statistics_every, refresh_every),
+            statistics_part,
+            # Adam updates the parameters without a layer, unless a change is predicted.
+            by_example=rule != AUTO or adaptation is not None,
+        )
+        self._measures, self._l2 = float(statistics_part), float(l2)
+        self.feature_inputs = self._auto.features.inputs if self._auto else ()
+        self.counts_examples = self._auto is not None and weight_decay > 0
+        self.shrinks_inputs = self._shrinkage.damps
         self._basis = self._next_basis = Basis(
             (), 0.0, SeenExamples(), RepeatedBatch(), evidence=self._shrinkage.start()
         )
-        self._l2 = float(l2)
         self.damping = self._given.damping
         self._slots = self._given.update.new_slots(self._parameters())
         self._in_place = self._may_be_in_place()
@@ -353,7 +364,7 @@ class KfacOptimizer(Optimizer):
         values, slots = self._parameters(), (self._slots, self._new_slots() | self._kept())
         if self._add_penalties(gradients, values, basis):
             bound = None
-        if self.engine.damping is not self._of_engine:  # another optimizer has set it
+        if self.engine.fisher.damping is not self._of_engine:  # another optimizer has set it
             self.damping = self._damping
         powers, backend = features.sums, self.engine.collection.backend
         facts = BatchFacts(
@@ -531,23 +542,13 @@ class KfacOptimizer(Optimizer):
         step = self._inputs(gradients, parameters, slots, steps, scale, residuals, recorded)
         return self.recorded(recorded.repeats).moved(step, recorded.precondition, recorded.moment)
 
-    @property
-    def shrinks_inputs(self) -> bool:
-        """Whether averages of the model's inputs shrink: with ``"auto"`` and its own damping."""
-        return self._shrinkage.damps
-
-    @property
-    def counts_examples(self) -> bool:
-        """Whether updates depend on how often examples come again."""
-        return self._auto is not None and self._weight_decay > 0
-
     def _decay(self, facts: "BatchFacts", signal: Any) -> Any:
         """Return the factor of the weight decay, a number or a recorded one."""
-        few = _least(_FEW * facts.scarcity, _MOST_DECAY - 1) * signal
+        few = np.minimum(_FEW * facts.scarcity, _MOST_DECAY - 1) * signal
         if not self._decay_follows:
             return 1.0 + few
-        of_new = _OF_NEW + (1 - _OF_NEW) * _least(2 * facts.share, 1.0)
-        return of_new * _least(_EPOCH * facts.examples / facts.different, 1.0) + few
+        of_new = _OF_NEW + (1 - _OF_NEW) * np.minimum(2 * facts.share, 1.0)
+        return of_new * np.minimum(_EPOCH * facts.examples / facts.different, 1.0) + few
 
     def _longer(self, examples: Any, scarcity: Any) -> Any:
         """Return the factor of the lengths of updates of a table's network.
@@ -573,11 +574,6 @@ class KfacOptimizer(Optimizer):
             A truth value, or a recorded one.
         """
         return self._auto.features.most_are_rare(slots) if self._auto else False
-
-    @property
-    def feature_inputs(self) -> tuple[LayerInput, ...]:
-        """The inputs of the layers whose features bound updates."""
-        return self._auto.features.inputs if self._auto else ()
 
     def _fingerprints(self, batch: Sequence[Batch]) -> Array:
         """Return the fingerprints of the examples of a batch, of all processes."""
@@ -853,10 +849,6 @@ def _corrections(residuals: Residuals, step: Any, scale: Any) -> dict[str, Corre
         elif due:
             corrections[name] = Correction(float(factor), bool(large), shift, due=True)
     return corrections
-
-
-def _least(value: Any, bound: float) -> Any:
-    return min(value, bound) if isinstance(value, float) else np.minimum(value, bound)
 
 
 def _adaptation(value: bool | DampingAdaptation) -> DampingAdaptation | None:

@@ -163,7 +163,7 @@ def stacked_update(
             name: np.array([update.turns[n] for n in members[name]])
             if name in members
             else update.turns[name]
-            for name in units.weights
+            for name in stacks.first(update.turns)
         },
         blocks=stacks.first(update.blocks),
         # A file computes all natural gradients together.

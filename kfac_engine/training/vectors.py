@@ -8,7 +8,7 @@ that exist.
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from math import prod
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 from scipy.linalg import blas
@@ -17,6 +17,7 @@ from kfac_engine._types import Array
 from kfac_engine.backend.namespace import array_module
 from kfac_engine.backend.protocol import ManyArrays
 
+Key = TypeVar("Key", str, tuple[str, ...])
 Vector: TypeAlias = Mapping[str, Array]
 # Weights to the inner products of all their matrices, on one axis.
 Products: TypeAlias = Mapping[tuple[str, ...], Array]
@@ -132,7 +133,7 @@ def groups(arrays: Vector, kinds: Mapping[str, Any]) -> Iterator[tuple[str, ...]
     return map(tuple, together.values())
 
 
-def joined(vector: Vector, names: Sequence[str]) -> Array:
+def joined(vector: Mapping[Key, Array], names: Sequence[Key]) -> Array:
     """Return the entries of arrays on one axis, as a copy; the array itself for one name."""
     if len(names) == 1:
         return vector[names[0]]

@@ -76,10 +76,11 @@ def test_the_optimizer_follows_the_reference(case, monkeypatch):
     monkeypatch.setattr(adaptive_lengths, "_SMALL_SIDE", sides["small"])
     monkeypatch.setattr(adaptive_lengths, "_ROWS_OF_SMALL", sides["rows_of_small"])
     options, same = CASES[case if case in CASES else "auto"]
-    optimizer, reference = ke.KfacOptimizer(engine(), **options), Reference(**same, **sides)
+    reference = Reference(**same, **sides)
     if case == WIDE:
         monkeypatch.setattr(adaptive_lengths, "_NARROW", 0)
         reference.narrow = 0
+    optimizer = ke.KfacOptimizer(engine(), **options)
     if case == LONG:
         monkeypatch.setattr(average_span, "_CANCELLED", 1.3)
         reference.cancelled = 1.3
