@@ -10,11 +10,11 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 
 from kfac_engine._types import Array
-from kfac_engine.html_report.run_log import RunLog, finite_or_none, refreshes
+from kfac_engine.html_report.run_log import RunLog, finite_or_none
 from kfac_engine.printable import printable
 from kfac_engine.training.history import STEP_ENTRIES
 
-Style: TypeAlias = Literal["line", "faint", "marks", "stems", "ticks", "areas"]
+Style: TypeAlias = Literal["line", "faint", "marks", "stems", "areas"]
 
 MOST_POINTS = 1000
 MOST_RANGES = 120
@@ -34,9 +34,8 @@ class Series:
     """One line of a chart."""
 
     name: str  # name in the legend
-    # ``"line"``, ``"faint"`` (a noisy line behind others), ``"marks"``, ``"stems"``, ``"ticks"``
-    # (short vertical lines) or ``"areas"`` (on top of each other; a value lasts from the position
-    # before to its own).
+    # ``"line"``, ``"faint"`` (a noisy line behind others), ``"marks"``, ``"stems"`` or ``"areas"``
+    # (on top of each other; a value lasts from the position before to its own).
     style: Style
     step: Sequence[float]  # steps or other positions, ascending
     seconds: Sequence[float | None]  # seconds of these steps; None where they are unknown
@@ -66,7 +65,7 @@ class Stages:
 
 def charts(log: RunLog) -> list[Chart]:
     """Return the charts of a run; numbers that no record has are left out."""
-    drawn = (_loss(log), *_metrics(log), *_numbers(log), _costs(log), _refreshes(log))
+    drawn = (_loss(log), *_metrics(log), *_numbers(log), _costs(log))
     return [chart for chart in drawn if chart is not None]
 
 
@@ -182,28 +181,6 @@ def _costs(log: RunLog) -> Chart | None:
         return None
     note = "Each stem is a step that updated the statistics or refreshed the inverses."
     return _chart("Updates of the curvature", note, "ms", lines)
-
-
-def _refreshes(log: RunLog) -> Chart | None:
-    """Return the chart of the refreshes: the number of a factor against the steps."""
-    factors = refreshes(log)
-    if not factors:
-        return None
-    # A point for each factor and range of steps, where all refreshes are too many.
-    total = sum(len(factor.records) for factor in factors)
-    most = log.steps if total <= MOST_POINTS else max(1, MOST_POINTS // len(factors))
-    points = sorted(
-        (record, row)
-        for row, factor in enumerate(factors, start=1)
-        for record in {r * most // log.steps: r for r in reversed(factor.records)}.values()
-    )[:MOST_POINTS]
-    chosen = np.array([record for record, _ in points])
-    line = Series(
-        "factor", "ticks", [int(step) for step in log.columns["step"][chosen]],
-        _finites(log.columns["seconds"][chosen]), [row for _, row in points],
-    )  # fmt: skip
-    note = "Each mark is the refresh of a factor. The table has the names of the factors."
-    return Chart("Refreshes by factor", note, "", False, [line])
 
 
 def _metrics(log: RunLog) -> Iterator[Chart]:
@@ -375,9 +352,8 @@ def _paths(points: list[tuple[float, float] | None], style: str, colour: int) ->
     if style == "areas":
         steps = "".join(f"V{y:.1f}H{x:.2f}" for x, y in known)
         return [f'<path d="M{_LEFT} {_BOTTOM}{steps}V{_BOTTOM}Z" class="f{colour}"/>']
-    if style in {"stems", "ticks"}:
-        ends = f"{_BOTTOM}V{{y:.1f}}" if style == "stems" else "{y:.1f}m0 -3v6"
-        stems = "".join(f"M{x:.1f} {ends.format(y=y)}" for x, y in known)
+    if style == "stems":
+        stems = "".join(f"M{x:.1f} {_BOTTOM}V{y:.1f}" for x, y in known)
         return [f'<path d="{stems}" class="stem s{colour}"/>']
     pairs = zip([None, *points], points, strict=False)
     path = "".join(

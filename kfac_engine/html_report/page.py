@@ -12,7 +12,6 @@ from typing import TypeAlias
 
 import numpy as np
 
-from kfac_engine._types import Array
 from kfac_engine.errors import InputError
 from kfac_engine.html_report.charts import (
     CURVATURE_STAGES,
@@ -28,7 +27,6 @@ from kfac_engine.html_report.charts import (
     stage_times,
 )
 from kfac_engine.html_report.run_log import (
-    FactorRefreshes,
     Json,
     LayerEntry,
     RunLog,
@@ -37,7 +35,6 @@ from kfac_engine.html_report.run_log import (
     log_of_lines,
     named_texts,
     read_log,
-    refreshes,
     spectrum_entries,
 )
 from kfac_engine.summary import binary_size
@@ -47,8 +44,6 @@ from kfac_engine.training.history import History
 # A head; heads that start with a blank belong to numbers.
 Cells: TypeAlias = Sequence[str]
 _NONE = "–"
-# Rows of the table of refreshes.
-MOST_FACTORS = 400
 
 
 def summary_terms(log: RunLog, stages: Stages | None) -> str:
@@ -90,25 +85,6 @@ def stage_table(stages: Stages, steps: int) -> str:
     ]
     heads = ("stage", " seconds", " mean of a step, ms", " share, %")
     return table("Time of the run by stage", heads, rows)
-
-
-def refresh_table(factors: Sequence[FactorRefreshes], steps: Array) -> str:
-    """Return the number and the cost of the refreshes of each factor."""
-    total = sum(factor.seconds for factor in factors) or 1.0
-    rows = [
-        (
-            f"{row}", factor.name, f"{len(factor.records)}",
-            f"{np.diff(steps[factor.records]).mean():.1f}" if len(factor.records) > 1 else _NONE,
-            f"{steps[factor.records[-1]]:.0f}", f"{factor.seconds:.4f}",
-            f"{100 * factor.seconds / total:.1f}",
-        )
-        for row, factor in enumerate(factors[:MOST_FACTORS], start=1)
-    ]  # fmt: skip
-    heads = (
-        " number", "factor", " refreshes", " mean interval, steps", " last step", " seconds",
-        " share, %",
-    )  # fmt: skip
-    return table("Refreshes of the factors", heads, rows)
 
 
 def layer_table(layers: Sequence[LayerEntry]) -> str:
@@ -213,12 +189,11 @@ def page(log: RunLog) -> str:
 
     The page loads nothing and has no script: its security policy forbids both.
     """
-    lines, times, factors = charts(log), stage_times(log), refreshes(log)
+    lines, times = charts(log), stage_times(log)
     axes = ["step", "seconds"] if np.isfinite(log.columns["seconds"]).all() else ["step"]
     layers, more_layers = layer_entries(log.run)
     spectra, more_spectra = spectrum_entries(log.spectra)
     notes = [*log.notes, *_left_out(more_layers, "layers"), *_left_out(more_spectra, "factors")]
-    notes += _left_out(max(0, len(factors) - MOST_FACTORS), "rows of refreshes")
     if log.steps > MOST_POINTS:
         notes.append(
             f"The charts have at most {MOST_POINTS:,} points a line. Each shortened line has the "
@@ -229,7 +204,6 @@ def page(log: RunLog) -> str:
         _section("Time", f"{_grid([_figure(times.chart, axes)])}{stage_table(times, log.steps)}")
         if times
         else "",
-        _section("Refreshes", _refreshes(factors, log)) if factors else "",
         _section("Spectra of the factors", _spectra(spectra)) if spectra else "",
         _section("Layers", layer_table(layers)) if layers else "",
         _section("Settings", _settings(log)) if log.run else "",
@@ -278,14 +252,6 @@ def _by_layer(spectra: Sequence[SpectrumEntry]) -> Sequence[Sequence[SpectrumEnt
 
 def _grid(figures: Iterable[str]) -> str:
     return f'<div class="charts">{"".join(figures)}</div>'
-
-
-def _refreshes(factors: Sequence[FactorRefreshes], log: RunLog) -> str:
-    note = (
-        "The factors of a step are refreshed together. The seconds of each are its part of that "
-        "time, in proportion to the cube of its size."
-    )
-    return f"<p>{note}</p>{refresh_table(factors, log.columns['step'])}"
 
 
 def _spectra(spectra: Sequence[SpectrumEntry]) -> str:

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import isfinite, nan, prod
+from math import isfinite, nan
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -19,11 +19,8 @@ Json: TypeAlias = Mapping[str, Any]
 
 _MOST_BYTES_IN_LINE = 1 << 26
 _MOST_COLUMNS = 64
-_MOST_NAMES = 4096
 # Products of two numbers, and sums over all records, are finite below this bound.
 _LARGEST = 1e150
-# Entry of a record with the names of factors.
-REFRESHED = "refreshed"
 
 
 @dataclass(slots=True)
@@ -36,8 +33,6 @@ class RunLog:
     spectra: list[Json] = field(default_factory=list)
     # Values of each number, ``(steps,)``, by name; NaN where a record lacks the number.
     columns: dict[str, Array] = field(default_factory=dict)
-    # Names of the factors that each step refreshed.
-    refreshed: list[list[str]] = field(default_factory=list)
     # Sentences about parts of the log that are missing.
     notes: list[str] = field(default_factory=list)
 
@@ -61,8 +56,7 @@ def log_of_lines(lines: Iterable[Json]) -> RunLog:
         elif isinstance(line.get(SPECTRA), list):
             log.spectra = [entry for entry in line[SPECTRA] if isinstance(entry, Mapping)]
         elif "step" in line:
-            numbers = {name: value for name, value in line.items() if name != REFRESHED}
-            for name, value in numbers.items():
+            for name, value in line.items():
                 if name not in values and len(values) == _MOST_COLUMNS:
                     omitted.add(name)
                     continue
@@ -70,7 +64,6 @@ def log_of_lines(lines: Iterable[Json]) -> RunLog:
                 column.extend([nan] * (steps - len(column)))
                 entry = checked_number(value)
                 column.append(nan if entry is None else entry)
-            log.refreshed.append(_texts(line.get(REFRESHED)))
             steps += 1
     if not steps:
         raise InputError("the run has no record of a step; report a run after its first step.")
@@ -120,12 +113,6 @@ def _lines(path: Path, notes: list[str]) -> Iterable[Json]:
                     f"that fit writes with log=."
                 )
             yield value
-
-
-def _texts(values: object) -> list[str]:
-    """Return the different texts of a list, at most 4096; empty for anything else."""
-    entries = values[:_MOST_NAMES] if isinstance(values, list) else []
-    return list(dict.fromkeys(entry for entry in entries if isinstance(entry, str)))
 
 
 def checked_number(value: object) -> float | None:
@@ -283,51 +270,3 @@ def _number(value: object) -> float | None:
 def _whole(value: object) -> int | None:
     whole = _number(value)
     return None if whole is None else int(whole)
-
-
-# -- the refreshes of factors: when, how often, and at what cost -----------------------------------
-
-# Fields of a log.
-FACTORS = "factors"
-_TIME = "seconds/inverses"
-# Factors of most models have two axes; a log may be hostile.
-_MOST_AXES, _LARGEST_SIZE = 8, 1 << 31
-
-
-@dataclass(slots=True)
-class FactorRefreshes:
-    """The refreshes of one factor."""
-
-    name: str  # name of the factor
-    # Indices of the records of its refreshes, ascending.
-    records: list[int] = field(default_factory=list)
-    # Seconds of these refreshes. The factors of a step are refreshed together, so that their time
-    # is divided in proportion to the cubes of their sizes.
-    seconds: float = 0.0
-
-
-def refreshes(log: RunLog) -> list[FactorRefreshes]:
-    """Return the refreshes of each factor, in the order of their first refresh."""
-    costs, times = _costs(log.run.get(FACTORS)), log.columns.get(_TIME)
-    factors: dict[str, FactorRefreshes] = {}
-    for index, names in enumerate(log.refreshed):
-        time = 0.0 if times is None or not isfinite(times[index]) else float(times[index])
-        total = sum(costs.get(name, 1.0) for name in names)
-        for name in names:
-            entry = factors.setdefault(name, FactorRefreshes(printable(name)))
-            entry.records.append(index)
-            entry.seconds += time * costs.get(name, 1.0) / total
-    return list(factors.values())
-
-
-def _costs(shapes: object) -> dict[str, float]:
-    """Return the number of multiplications in a refresh, for each factor."""
-    if not isinstance(shapes, Mapping):
-        return {}
-    return {
-        name: float(prod(shape)) * shape[-1]
-        for name, shape in shapes.items()
-        if isinstance(shape, list)
-        and 0 < len(shape) <= _MOST_AXES
-        and all(type(size) is int and 0 < size < _LARGEST_SIZE for size in shape)
-    }

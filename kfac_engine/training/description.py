@@ -8,7 +8,6 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from kfac_engine.curvature.refreshes import factor_shapes
 from kfac_engine.engine.engine import Engine
 from kfac_engine.engine.factor_spectra import factor_spectra
 from kfac_engine.engine.spectra import FactorSpectrum
@@ -55,7 +54,6 @@ def describe(optimizer: Optimizer, settings: Mapping[str, object]) -> Descriptio
             }
             for layer in engine.layers
         ],
-        "factors": _factor_shapes(engine),
     }
 
 
@@ -82,12 +80,6 @@ def _attributes(loss: LossFunction) -> list[object]:
     """Return the public attributes of a loss but the seed of its samples, by name."""
     entries = sorted(vars(loss).items())
     return [[n, v] for n, v in entries if not n.startswith("_") and n != "seed"]
-
-
-def _factor_shapes(engine: Engine) -> dict[str, list[int]]:
-    names, shapes = engine.factors.refresh_names(), factor_shapes(engine.collection)
-    factors = enumerate(engine.collection.get_factors())
-    return {names[str(i)]: list(shapes[id(f)]) for i, f in factors if f.has_inverses}
 
 
 def described_spectra(engine: Engine) -> list[Description]:

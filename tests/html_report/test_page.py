@@ -239,7 +239,7 @@ def test_extreme_numbers_have_a_page(extreme):
     usual_spectrum = {"parameters": ["w"], "factor": "A", "count": 3, "largest": 1.0}
     for name in SIZES:
         entry = [[extreme, 1.0], [1, extreme]] if name == "eigenvalues" else extreme
-        run = {"layers": [{"numbers": extreme, "bytes": extreme}], "factors": {"A": [extreme]}}
+        run = {"layers": [{"numbers": extreme, "bytes": extreme}]}
         logs.append([{"run": run}, {"step": 1}, {"spectra": [usual_spectrum | {name: entry}]}])
     for log in logs:
         text = page(log_of_lines(log))
