@@ -105,7 +105,7 @@ class HostMemory:
         return array
 
     def finite(self, arrays: Sequence[Array], numbers: Sequence[Any] = ()) -> Finite:
-        return Finite([all_finite(array) for array in arrays], [*map(float, numbers)])
+        return Finite([*map(all_finite, arrays)], [*map(float, numbers)])
 
     def ordered(self) -> AbstractContextManager[object]:
         return nullcontext()

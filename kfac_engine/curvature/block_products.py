@@ -1,6 +1,6 @@
 """Multiplies the block-diagonal matrix of a collection by vectors over its parameters."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -38,7 +38,7 @@ def multiply(
     """
     products: dict[str, Any] = {}
 
-    def multiply_block(names: list[str], block: FisherBlock, vector: Vector) -> None:
+    def multiply_block(names: Collection[str], block: FisherBlock, vector: Vector) -> None:
         result = product(block, vector)
         if isinstance(result, tuple | list):
             products.update(zip(names, result, strict=True))
@@ -49,16 +49,16 @@ def multiply(
     tasks = []
     for key, block in collection.fisher_blocks.items():
         names = uses(key)
-        present = [name for name in names if name in vectors]
-        if not present:
+        of_block = {name: vectors[name] for name in names if name in vectors}
+        if not of_block:
             continue
-        if len(present) < len(names) and present != [names[0]]:
+        if len(of_block) < len(names) and [*of_block] != [names[0]]:
             raise InputError(
                 f"{', '.join(names)} form one block; give the gradients of all of them."
             )
-        arrays = tuple(vectors[name] for name in present)
-        vector = arrays if isinstance(key, tuple) and len(arrays) == len(key) else arrays[0]
-        tasks.append(Task(block.work, partial(multiply_block, present, block, vector)))
+        whole = isinstance(key, tuple) and len(of_block) == len(key)
+        vector = tuple(of_block.values()) if whole else of_block[names[0]]
+        tasks.append(Task(block.work, partial(multiply_block, of_block, block, vector)))
     collection.backend.run_parallel(tasks)
     return {name: products[name] for name in vectors if name in products}
 

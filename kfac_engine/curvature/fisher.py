@@ -371,7 +371,7 @@ class Fisher(Sealed):
 
         The draws of a refused batch are not used, and its numbers need no wider averages.
         """
-        bits = self.rng.bit_generator
+        bits = self.sources.rng.bit_generator
         before: Mapping[str, Any] = bits.state
         types = [factor.narrowest for factor in self.factors]
 

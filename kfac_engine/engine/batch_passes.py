@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from math import fsum, isfinite, nan, prod, sqrt
+from operator import attrgetter
 from types import MappingProxyType
 from typing import Any, NamedTuple, NoReturn
 
@@ -206,11 +207,6 @@ class BatchPasses:
         """See ``Engine.parameters``."""
         return self.arrays.for_caller(self.model.parameters)
 
-    @property
-    def stored_parameters(self) -> dict[str, Array]:
-        """The engine's arrays by parameter name; callers must not change them."""
-        return self.arrays.stored(self.model.parameters)
-
     def parts(self, inputs: Inputs, targets: Targets = None) -> Sequence[Batch]:
         """Return the parts of a batch: one, unless a list of parts is given.
 
@@ -320,7 +316,7 @@ class BatchPasses:
 
         def differentiate(trace: Trace, observation: Observation) -> BackwardResult:
             if features is not None:
-                weights = [seen.weights for seen in observation.terms]
+                weights = map(attrgetter("weights"), observation.terms)
                 features.add(trace, self.objective.examples(trace), weights)
             try:
                 backward = run_backward(

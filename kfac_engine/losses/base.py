@@ -289,7 +289,8 @@ class LossFunction(ABC):
         ``observed`` is the result of ``observe`` for the values of a batch, if it is known.
         """
         observed = self.observe(values) if observed is None else observed
-        terms = self.negative_log_probs(values, _given(observed))
+        assert observed.targets is not None, "observe has read the targets"
+        terms = self.negative_log_probs(values, observed.targets)
         value: float = times(terms, observed.weights).sum(dtype=np.float64).item()
         return value
 
@@ -306,7 +307,8 @@ class LossFunction(ABC):
     ) -> tuple[Any, dict[str, Array]]:
         """Return the loss, a number or a device array ``()``, and its gradient by input name."""
         observed = self.observe(values) if observed is None else observed
-        terms, gradient = self.terms_and_gradient(values, _given(observed))
+        assert observed.targets is not None, "observe has read the targets"
+        terms, gradient = self.terms_and_gradient(values, observed.targets)
         total = times(terms, observed.weights).sum(dtype=np.float64)
         value = total if on_device(total) else total.item()
         return value, {name: times(array, observed.weights) for name, array in gradient.items()}
@@ -681,11 +683,6 @@ def _converted(vector: Array, like: Array, shape: tuple[int, ...]) -> Array:
 def weights_of(targets: str) -> str:
     """Return the name under which a batch has the weights of ``targets``."""
     return f"weights of {targets}"
-
-
-def _given(observed: Observed) -> Array:
-    assert observed.targets is not None, "observe has read the targets"
-    return observed.targets
 
 
 @dataclass(frozen=True, slots=True)

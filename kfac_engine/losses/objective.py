@@ -339,7 +339,7 @@ class Objective:
                     f"one array cannot be the targets of several losses; pass a mapping with the "
                     f"keys {', '.join(by_output)}."
                 )
-            arrays = {name: as_array(targets) for name in by_output.values()}
+            arrays = dict.fromkeys(by_output.values(), as_array(targets))
         else:
             names = {n: n for n in self.targeted.values()} | {**self.targeted, **by_output}
             for name in targets:

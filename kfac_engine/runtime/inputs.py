@@ -25,29 +25,38 @@ from kfac_engine.printable import quoted
 
 def check_inputs(graph: Graph, inputs: Mapping[str, Array]) -> dict[str, Array]:
     """Return the inputs of a batch as arrays of the declared types and shapes."""
-    names = [entry.name for entry in graph.inputs]
     if not isinstance(inputs, dict | Mapping):
         raise InputError(
             f"inputs must be a mapping {{name: array}}, got {type(inputs).__name__}; the model "
-            f"needs: {quoted(names)}."
+            f"needs: {_names_of(graph)}."
         )
+    checked = {}
+    for entry in graph.inputs:
+        if entry.name in inputs:
+            checked[entry.name] = _check_array(entry, inputs[entry.name])
     for name in inputs:
+        if name in checked:
+            continue
         if name in graph.constants:
             raise UnknownNameError(
                 f"'{name}' is a constant of the model, not an input; change trainable constants "
-                f"with set_parameters. The inputs are: {quoted(names)}."
+                f"with set_parameters. The inputs are: {_names_of(graph)}."
             )
-        if name not in names:
-            near = suggestion(name, names)
-            raise UnknownNameError(
-                f"the model has no input '{name}'{near}; its inputs are: {quoted(names)}."
-            )
-    checked = {}
+        near = suggestion(name, [entry.name for entry in graph.inputs])
+        raise UnknownNameError(
+            f"the model has no input '{name}'{near}; its inputs are: {_names_of(graph)}."
+        )
     for entry in graph.inputs:
-        if entry.name not in inputs:
-            raise InputError(f"input '{entry.name}' is missing; the model needs: {quoted(names)}.")
-        checked[entry.name] = _check_array(entry, inputs[entry.name])
+        if entry.name not in checked:
+            raise InputError(
+                f"input '{entry.name}' is missing; the model needs: {_names_of(graph)}."
+            )
     return checked
+
+
+def _names_of(graph: Graph) -> str:
+    """Return the names of the inputs of a graph, as text."""
+    return quoted([entry.name for entry in graph.inputs])
 
 
 def not_finite(inputs: Mapping[str, Array]) -> dict[str, tuple[int, ...]]:
@@ -170,10 +179,12 @@ def spelled_shape(shape: Sequence[int | str | None]) -> str:
 
 def fits(shape: Sequence[int], declared: Sequence[int | str | None]) -> bool:
     """Return whether a shape has the sizes that are declared as numbers."""
-    return len(shape) == len(declared) and all(
-        size == wanted or not isinstance(wanted, int)
-        for size, wanted in zip(shape, declared, strict=True)
-    )
+    if len(shape) != len(declared):
+        return False
+    for size, wanted in zip(shape, declared, strict=True):
+        if isinstance(wanted, int) and size != wanted:
+            return False
+    return True
 
 
 # Kinds of types that are converted: real numbers, whole numbers, and text of NumPy.

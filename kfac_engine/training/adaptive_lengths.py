@@ -889,7 +889,7 @@ def _numbers(products: Vector, names: tuple[str, ...], slopes: Vector) -> Array:
     """
     if len(names) == 1 or block_of(slopes, names).size > len(names):
         return joined(products, names)
-    return np.array([products[name] for name in names])
+    return np.array([*map(products.get, names)])
 
 
 def _next_logs(

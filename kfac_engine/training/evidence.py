@@ -254,7 +254,7 @@ def shrinkage_by_evidence(
     """
     objective = engine.objective
     inputs = [i for i in engine.passes.model.graph.inputs if i.name in engine.example_axes.inputs]
-    whole = engine.passes.stored_parameters.keys()
+    whole = engine.passes.model.parameters.keys()
     applies = (
         objective.reduction != "sum"
         and [loss.coefficient for loss in objective.losses] == [1]

@@ -94,7 +94,7 @@ class GaussNewtonUpdate(Update):
         """Return whether the rows of a batch lie within the bounds of exact steps and memory."""
         try:
             space = self.engine.passes.sample_space(batch)
-            parameters = sum(value.size for value in self.engine.passes.stored_parameters.values())
+            parameters = sum(value.size for value in self.engine.passes.model.parameters.values())
             read = min(space.rows, MOST_ROWS)
             if (
                 space.most_of_example > _MOST_OF_EXAMPLE

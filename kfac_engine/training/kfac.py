@@ -376,7 +376,8 @@ class KfacOptimizer(Optimizer):
             powers if powers is None else backend.to_numpy(powers),
         )
         step = self._inputs(gradients, values, slots, self.steps, scale, residuals, facts)
-        decay = 0.0 if basis.repeated.paused else self._shrinkage.kept_decay(basis.seen)
+        paused = self._exact and basis.repeated.paused
+        decay = 0.0 if paused else self._shrinkage.kept_decay(basis.seen)
         step = step._replace(decay=decay * step.decay, batch=basis.batch, clock=clock)
         with backend.shared_reads():
             complete = self._rule.update.begin(step)

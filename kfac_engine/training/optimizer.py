@@ -345,7 +345,8 @@ class Optimizer(Summarized, Sealed, ABC):
 
     def _parameters(self) -> dict[str, Array]:
         """Return the parameters that are trained, by name."""
-        values = self.engine.passes.stored_parameters
+        passes = self.engine.passes
+        values = passes.arrays.stored(passes.model.parameters)  # callers must not change them
         return {name: values[name] for name in self._names}
 
     def _gradients(

@@ -80,10 +80,8 @@ def inner_products(pairs: Sequence[tuple[Array, Array]]) -> list[Any]:
 
     An array of several pairs is read from memory once.
     """
-    addends = [
-        [np.vdot(x, y) for x, y in zip(each[::2], each[1::2], strict=True)]
-        for each in parts(*chain(*pairs))
-    ]
+    ranges = parts(*chain(*pairs))
+    addends = [[*map(np.vdot, views[::2], views[1::2])] for views in ranges]
     return addends[0] if len(addends) == 1 else [*np.sum(addends, axis=0)]
 
 

@@ -140,7 +140,7 @@ class NumpyBackend:
     def _reduced(self, reduced: Callable[[Array], Number], arrays: Sequence[Array]) -> list[Number]:
         """Reduce each array to a number; threads share many large arrays."""
         if TO_READ * sum(array.size for array in arrays) < WORTH_WAKING:
-            return [reduced(array) for array in arrays]
+            return list(map(reduced, arrays))
         numbers: dict[int, Number] = {}
 
         def compute(index: int, array: Array) -> None:
