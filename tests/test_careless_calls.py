@@ -277,8 +277,9 @@ def test_observe_rejects_targets_with_infinite_loss():
 
 def test_observe_rejects_targets_of_loss_without_target_name():
     engine = engine_of(loss=LOSS("logits"))
-    with pytest.raises(ke.InputError, match="has no targets to evaluate"):
-        engine.observe(X, Y)
+    for targets in Y, {"logits": Y}:
+        with pytest.raises(ke.InputError, match="the loss on 'logits' has no targets to evaluate"):
+            engine.observe(X, targets)
     engine.observe(X)
 
 

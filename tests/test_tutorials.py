@@ -23,6 +23,7 @@ FIGURES = {
     "fine_tune": 1,
     "forces": 1,
     "helium": 1,
+    "policy": 1,
     "spectra": 4,
     "train": 2,
 }

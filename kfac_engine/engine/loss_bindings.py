@@ -98,17 +98,17 @@ class LossOptions:
         return list(self.loss) if several else [self.loss]  # type: ignore[arg-type,list-item] # checked
 
     def _check_map(self, losses: Mapping[str, LossChoice]) -> None:
-        """Check a map from outputs to losses, none of which has an output already."""
+        """Check a map from outputs to losses; a loss object reads the output that it is put on."""
         check_texts("the outputs of loss", list(losses), "{'boxes': 'normal'}")
         if self.output is not None:
             raise InputError(
                 f"loss={losses!r} names the outputs already; leave output={self.output!r} out."
             )
         for output, choice in losses.items():
-            if isinstance(choice, LossFunction):
+            if isinstance(choice, LossFunction) and output != choice.inputs[0]:
                 raise InputError(
-                    f"the loss of '{output}' is a loss object, which names its output itself; give "
-                    f"a list of loss objects, or a name such as 'normal' here."
+                    f"the loss of '{output}' is a loss object that reads '{choice.inputs[0]}'; put "
+                    f"it on '{choice.inputs[0]}', or create it with '{output}'."
                 )
 
     def on(self, graph: Graph) -> "LossOptions":
@@ -120,17 +120,16 @@ class LossOptions:
         """
         if not isinstance(self.loss, Mapping):
             return self
-        losses: list[LossChoice] = []
-        names: list[str] = []
+        losses: dict[str, LossChoice] = {}
         values = frozenset(graph.values())
         for pattern, choice in self.loss.items():
             inner = pattern in values
             for name in [pattern] if inner else matching([pattern], graph.outputs, "output"):
-                if name in names:
+                if name in losses:
                     raise InputError(f"two losses are put on the output '{name}'; give it one.")
-                losses.append(choice)
-                names.append(name)
-        return replace(self, loss=losses, output=names)
+                losses[name] = choice
+        named = [name for name, loss in losses.items() if not isinstance(loss, LossFunction)]
+        return replace(self, loss=list(losses.values()), output=named or None)
 
     def outputs_among(self, graph: Graph, real: Sequence[str]) -> list[str]:
         """Return an output for each loss that is given by name.

@@ -344,6 +344,9 @@ class Objective:
             names = {n: n for n in self.targeted.values()} | {**self.targeted, **by_output}
             for name in targets:
                 if name not in names:
+                    for term in self.terms:
+                        if name in term.inputs:
+                            term.require_target_name()
                     raise UnknownNameError(
                         f"targets are given for '{name}'{suggestion(name, by_output)}, but no loss "
                         f"is on an output of that name; the losses are on: {', '.join(by_output)}."

@@ -270,7 +270,7 @@ REFUSED = {
         {"loss": {"mean": "normal", "*": "normal"}}, "two losses are put on the output 'mean'"),
     "outputs twice": ({"loss": HEADS, "output": ["mean", "logits"]}, "names the outputs already"),
     "a loss object": (
-        {"loss": {"mean": ke.NormalMeanNegativeLogProbLoss("mean")}}, "names its output itself"),
+        {"loss": {"logits": ke.NormalMeanNegativeLogProbLoss("mean")}}, "put it on 'mean'"),
     "nothing": ({"loss": {}}, "loss must be a name"),
 }  # fmt: skip
 
@@ -285,6 +285,12 @@ def test_losses_are_put_on_outputs_by_name_and_pattern():
     )  # fmt: skip
     for names in ("mean", "logits"), ("m*n", "l*"):
         losses = dict(zip(names, (ke.Normal(weight=0.5), ke.Categorical(weight=2)), strict=True))
+        found = ke.precondition(model, inputs, targets, losses)
+        assert found.loss == said.loss
+        assert_arrays_equal(found.natural_gradients, said.natural_gradients)
+    mean = ke.NormalMeanNegativeLogProbLoss("mean", targets="t").times(0.5)
+    for pattern in ("logits", "l*"):
+        losses = {"mean": mean, pattern: ke.Categorical(weight=2)}
         found = ke.precondition(model, inputs, targets, losses)
         assert found.loss == said.loss
         assert_arrays_equal(found.natural_gradients, said.natural_gradients)
