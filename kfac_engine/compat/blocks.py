@@ -12,9 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kfac_engine._types import Array, Params
-from kfac_engine.backend.protocol import Backend
 from kfac_engine.compat.convolution_factors import check_extraction
-from kfac_engine.compat.factors import FactorOptions, InTowers, of_towers
+from kfac_engine.compat.factors import InTowers, of_towers
 from kfac_engine.curvature.blocks.base import GradsList, Names, uses
 from kfac_engine.curvature.blocks.embedding import EmbeddingKroneckerFB
 from kfac_engine.curvature.blocks.grouped import GroupedKroneckerFB, single_filter, square_of
@@ -28,7 +27,7 @@ from kfac_engine.curvature.blocks.kronecker import (
 )
 from kfac_engine.curvature.blocks.series import USES, SeriesFB
 from kfac_engine.curvature.blocks.single import LayerDiagonalFB, ScaleShiftFB
-from kfac_engine.curvature.config import CollectionConfig
+from kfac_engine.curvature.factors.base import FactorOptions
 from kfac_engine.curvature.factors.dense import DenseSquareMatrixFactor
 from kfac_engine.curvature.factors.diagonal import DiagonalFactor
 from kfac_engine.curvature.factors.owner import FactorOwner
@@ -184,8 +183,7 @@ class EmbeddingInputKroneckerFactor(InTowers, VocabularyFactor):
         dtype: npt.DTypeLike | None = None,
         *,
         count_repeats: bool = False,
-        backend: Backend | None = None,
-        config: CollectionConfig | None = None,
+        **options: Unpack[FactorOptions],
     ) -> None:
         chosen = np.dtype(np.float32 if dtype is None else dtype)
         if chosen.kind != "f" or vocab_size < 1:
@@ -195,7 +193,7 @@ class EmbeddingInputKroneckerFactor(InTowers, VocabularyFactor):
             )
         view = TokenIdView(int(vocab_size), count_repeats=count_repeats)
         statistics = of_towers(partial(IdCounts, view=view), [input_ids])
-        super().__init__(statistics, backend=backend, config=config)
+        super().__init__(statistics, **options)
         self.narrowest = chosen
 
 

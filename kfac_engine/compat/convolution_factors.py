@@ -10,8 +10,9 @@ from math import prod
 from typing import TypeAlias, Unpack
 
 from kfac_engine._types import Array
-from kfac_engine.compat.factors import FactorOptions, Gradients, InTowers, Tower, of_towers, uses_in
+from kfac_engine.compat.factors import Gradients, InTowers, Tower, of_towers, uses_in
 from kfac_engine.curvature.config import CollectionConfig
+from kfac_engine.curvature.factors.base import FactorOptions
 from kfac_engine.curvature.factors.dense import DenseSquareMatrixFactor
 from kfac_engine.curvature.factors.diagonal import DiagonalFactor
 from kfac_engine.curvature.factors.sampled import SampledFactor, SampledMoment

@@ -6,16 +6,14 @@ parameters without a layer. Blocks create the general factors directly.
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, TypeAlias, TypedDict, Unpack
+from typing import Any, TypeAlias, Unpack
 
 import numpy as np
 import numpy.typing as npt
 
 from kfac_engine._types import DType
-from kfac_engine.backend.protocol import Backend
 from kfac_engine.curvature.blocks.base import uses
-from kfac_engine.curvature.config import CollectionConfig
-from kfac_engine.curvature.factors.base import FisherFactor
+from kfac_engine.curvature.factors.base import FactorOptions, FisherFactor
 from kfac_engine.curvature.factors.dense import DenseSquareMatrixFactor
 from kfac_engine.curvature.factors.diagonal import DiagonalFactor
 from kfac_engine.curvature.factors.lagged import LaggedFactor
@@ -38,13 +36,6 @@ Gradients: TypeAlias = Sequence[Sequence[Tower]]
 
 _DENSE_LAYER = RowView()
 _MATRIX = RowView(rank=2)
-
-
-class FactorOptions(TypedDict, total=False):
-    """The keyword arguments of every factor."""
-
-    backend: Backend | None  # array library; NumPy by default
-    config: CollectionConfig | None  # options of averages and powers; the defaults if omitted
 
 
 class InTowers(FisherFactor):

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from math import isfinite, prod, sqrt
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 
@@ -134,6 +134,13 @@ def tensor_stats(names: Sequence[str], values: Values, backend: Backend) -> Tens
     """Return the norms of values of a batch, where ``values`` is the result of ``take``."""
     norms = backend.squared_norms([values[name] for name in names])
     return TensorStats(dict(zip(names, norms, strict=True)))
+
+
+class FactorOptions(TypedDict, total=False):
+    """The keyword arguments of every factor."""
+
+    backend: Backend | None  # array library; NumPy by default
+    config: CollectionConfig | None  # options of averages and powers; the defaults if omitted
 
 
 class FisherFactor(ABC):

@@ -2,15 +2,14 @@
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from math import inf, prod
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias, Unpack, cast
 
 import numpy as np
 
 from kfac_engine._types import Array
 from kfac_engine.backend.namespace import recordable
-from kfac_engine.backend.protocol import Backend
-from kfac_engine.curvature.config import LEAST_EIGENVALUE, CollectionConfig
-from kfac_engine.curvature.factors.base import FisherFactor
+from kfac_engine.curvature.config import LEAST_EIGENVALUE
+from kfac_engine.curvature.factors.base import FactorOptions, FisherFactor
 from kfac_engine.curvature.factors.refresh import Damping, RefreshTask, Request, Result, damping_id
 from kfac_engine.curvature.factors.statistics import KroneckerMoment, Statistic
 from kfac_engine.curvature.linalg.kronecker import symmetric_product
@@ -68,14 +67,8 @@ class DenseSquareMatrixFactor(FisherFactor):
 
     is_symmetric = True
 
-    def __init__(
-        self,
-        statistic: Statistic,
-        *,
-        backend: Backend | None = None,
-        config: CollectionConfig | None = None,
-    ) -> None:
-        super().__init__(statistic, backend=backend, config=config)
+    def __init__(self, statistic: Statistic, **options: Unpack[FactorOptions]) -> None:
+        super().__init__(statistic, **options)
         self._registered: dict[tuple[Hashable, Hashable], Damping] = {}
         self.stored: dict[tuple[Hashable, Hashable], Array] = {}
 

@@ -8,13 +8,13 @@ Source: Shi et al. 2023, arXiv:2309.06497, section 3.3 (blocks of the factors of
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Unpack
 
 import numpy as np
 
 from kfac_engine._types import Array, Values
 from kfac_engine.backend.protocol import Backend
-from kfac_engine.curvature.config import CollectionConfig
+from kfac_engine.curvature.factors.base import FactorOptions
 from kfac_engine.curvature.factors.dense import DenseSquareMatrixFactor, Wanted
 from kfac_engine.curvature.factors.refresh import Damping
 from kfac_engine.curvature.factors.stacked import StackedSquareFactor
@@ -84,14 +84,8 @@ class DividedFactor(StackedSquareFactor):
     Operands are matrices, as for a dense factor. A relative damping has a number for each block.
     """
 
-    def __init__(
-        self,
-        statistic: DividedMoment,
-        *,
-        backend: Backend | None = None,
-        config: CollectionConfig | None = None,
-    ) -> None:
-        super().__init__(statistic, backend=backend, config=config)
+    def __init__(self, statistic: DividedMoment, **options: Unpack[FactorOptions]) -> None:
+        super().__init__(statistic, **options)
         self._side = statistic.side
 
     @property

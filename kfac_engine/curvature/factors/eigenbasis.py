@@ -10,13 +10,12 @@ Source: George et al. 2018, arXiv:1806.03884, section 3.
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeAlias
+from typing import TypeAlias, Unpack
 
 from kfac_engine._types import Array, Values
 from kfac_engine.backend.protocol import Accumulation, Backend
-from kfac_engine.curvature.config import CollectionConfig
 from kfac_engine.curvature.factors.average import MovingAverage
-from kfac_engine.curvature.factors.base import FisherFactor
+from kfac_engine.curvature.factors.base import FactorOptions, FisherFactor
 from kfac_engine.curvature.factors.dense import DenseSquareMatrixFactor
 from kfac_engine.curvature.factors.diagonal import DiagonalFactor
 from kfac_engine.curvature.factors.measurement import Measurement
@@ -93,11 +92,9 @@ class EigenbasisFactor(DiagonalFactor):
         statistic: RotatedSquare,
         input_factor: DenseSquareMatrixFactor,
         output_factor: DenseSquareMatrixFactor,
-        *,
-        backend: Backend | None = None,
-        config: CollectionConfig | None = None,
+        **options: Unpack[FactorOptions],
     ) -> None:
-        super().__init__(statistic, backend=backend, config=config)
+        super().__init__(statistic, **options)
         self._square = statistic
         self.kronecker_factors = input_factor, output_factor
         self.bases: Bases | None = None

@@ -3,13 +3,13 @@
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
-from typing import ClassVar, TypeAlias
+from typing import ClassVar, TypeAlias, Unpack
 
 import numpy as np
 
 from kfac_engine._types import Array, Values
 from kfac_engine.backend.protocol import Backend
-from kfac_engine.curvature.config import CollectionConfig
+from kfac_engine.curvature.factors.base import FactorOptions
 from kfac_engine.curvature.factors.dense import DenseSquareMatrixFactor
 from kfac_engine.curvature.factors.refresh import Damping, RefreshTask, Request, Result, damping_id
 from kfac_engine.curvature.factors.statistics import KroneckerMoment, scale
@@ -93,14 +93,8 @@ class LaggedFactor(DenseSquareMatrixFactor):
 
     is_symmetric = False  # the moment of successive uses is not
 
-    def __init__(
-        self,
-        statistic: KroneckerMoment,
-        *,
-        backend: Backend | None = None,
-        config: CollectionConfig | None = None,
-    ) -> None:
-        super().__init__(statistic, backend=backend, config=config)
+    def __init__(self, statistic: KroneckerMoment, **options: Unpack[FactorOptions]) -> None:
+        super().__init__(statistic, **options)
         self._moment = statistic
         self._series: dict[tuple[int, Hashable], Damping] = {}
         self._solvers: dict[tuple[int, Hashable], _Side] = {}

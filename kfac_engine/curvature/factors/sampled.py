@@ -3,14 +3,14 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import repeat
-from typing import ClassVar, TypeAlias
+from typing import ClassVar, TypeAlias, Unpack
 
 import numpy as np
 import numpy.typing as npt
 
 from kfac_engine._types import Array, Values
 from kfac_engine.backend.protocol import Accumulation, Backend
-from kfac_engine.curvature.config import CollectionConfig
+from kfac_engine.curvature.factors.base import FactorOptions
 from kfac_engine.curvature.factors.dense import DenseSquareMatrixFactor
 from kfac_engine.curvature.factors.statistics import KroneckerMoment, at_least, scale
 from kfac_engine.distributed.shards import RowRange
@@ -149,14 +149,8 @@ class SampledFactor(DenseSquareMatrixFactor):
         config: Options with the seed; the defaults if omitted.
     """
 
-    def __init__(
-        self,
-        statistic: SampledMoment,
-        *,
-        backend: Backend | None = None,
-        config: CollectionConfig | None = None,
-    ) -> None:
-        super().__init__(statistic, backend=backend, config=config)
+    def __init__(self, statistic: SampledMoment, **options: Unpack[FactorOptions]) -> None:
+        super().__init__(statistic, **options)
         self._moment = statistic
         self._continue_from(0)
 

@@ -13,12 +13,12 @@ Source: Grosse & Martens 2016, arXiv:1602.01407, section 4.2 and theorem 4.
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Unpack
 
 from kfac_engine._types import Array, DType, Values
 from kfac_engine.backend.protocol import Backend
 from kfac_engine.curvature.config import CollectionConfig
-from kfac_engine.curvature.factors.base import FisherFactor
+from kfac_engine.curvature.factors.base import FactorOptions, FisherFactor
 from kfac_engine.curvature.factors.refresh import Damping, RefreshTask, Request, Result, damping_id
 from kfac_engine.curvature.factors.statistics import KroneckerMoment, Uses, scale
 from kfac_engine.errors import (
@@ -143,14 +143,8 @@ class SpatiallyUncorrelatedFactor(FisherFactor):
         stored: Inverses of the last refresh, by damping id.
     """
 
-    def __init__(
-        self,
-        statistic: PixelCovariance,
-        *,
-        backend: Backend | None = None,
-        config: CollectionConfig | None = None,
-    ) -> None:
-        super().__init__(statistic, backend=backend, config=config)
+    def __init__(self, statistic: PixelCovariance, **options: Unpack[FactorOptions]) -> None:
+        super().__init__(statistic, **options)
         self._pixels = statistic
         self._registered: dict[Hashable, Damping] = {}
         self.stored: dict[Hashable, _Matrix] = {}

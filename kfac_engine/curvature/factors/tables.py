@@ -22,13 +22,13 @@ Source: Gao et al. 2020, arXiv:2011.10741 (Kronecker products with the trace of 
 from collections import ChainMap
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, overload
+from typing import ClassVar, Unpack, overload
 
 import numpy as np
 
 from kfac_engine._types import Array, Rows, Values
 from kfac_engine.backend.protocol import Accumulation, Backend
-from kfac_engine.curvature.config import CollectionConfig
+from kfac_engine.curvature.factors.base import FactorOptions
 from kfac_engine.curvature.factors.diagonal import DiagonalFactor
 from kfac_engine.curvature.factors.refresh import Damping
 from kfac_engine.curvature.factors.statistics import KroneckerDiagonal, LayerPairs, scale, the_same
@@ -89,14 +89,8 @@ class VocabularyFactor(DiagonalFactor):
         config: Options of averages; the defaults if omitted.
     """
 
-    def __init__(
-        self,
-        statistic: IdCounts,
-        *,
-        backend: Backend | None = None,
-        config: CollectionConfig | None = None,
-    ) -> None:
-        super().__init__(statistic, backend=backend, config=config)
+    def __init__(self, statistic: IdCounts, **options: Unpack[FactorOptions]) -> None:
+        super().__init__(statistic, **options)
         # Token ids do not determine the precision of the network: use the highest.
         self.narrowest = np.dtype(np.float64)
 
