@@ -12,11 +12,16 @@ import numpy as np
 import numpy.typing as npt
 
 from kfac_engine._types import Array, Params
+from kfac_engine.backend.protocol import Backend
 from kfac_engine.compat.convolution_factors import check_extraction
 from kfac_engine.compat.factors import InTowers, of_towers
-from kfac_engine.curvature.blocks.base import GradsList, Names, uses
+from kfac_engine.curvature.blocks.base import FisherBlock, GradsList, Names, uses
 from kfac_engine.curvature.blocks.embedding import EmbeddingKroneckerFB
-from kfac_engine.curvature.blocks.grouped import GroupedKroneckerFB, single_filter, square_of
+from kfac_engine.curvature.blocks.grouped import (
+    GroupedDiagonalFB,
+    GroupedKroneckerFB,
+    single_filter,
+)
 from kfac_engine.curvature.blocks.kronecker import (
     DENSE,
     DIAGONAL,
@@ -26,7 +31,8 @@ from kfac_engine.curvature.blocks.kronecker import (
     uncorrelated_side,
 )
 from kfac_engine.curvature.blocks.series import USES, SeriesFB
-from kfac_engine.curvature.blocks.single import LayerDiagonalFB, ScaleShiftFB
+from kfac_engine.curvature.blocks.single import LayerDiagonalFB, ScaleShiftDiagonalFB, ScaleShiftFB
+from kfac_engine.curvature.config import CollectionConfig
 from kfac_engine.curvature.factors.base import FactorOptions
 from kfac_engine.curvature.factors.dense import DenseSquareMatrixFactor
 from kfac_engine.curvature.factors.diagonal import DiagonalFactor
@@ -100,8 +106,8 @@ class ScaleAndShiftDiagonalFactor(_OfScaleAndShift, DiagonalFactor):
     _formula = ScaleShiftSquare
 
 
-class ScaleAndShiftFullFB(ScaleShiftFB):
-    """The full second moment of per-example gradients of a scale and a shift."""
+class _OnAxes(ScaleShiftFB):
+    """Base of the blocks of a scale and a shift, whose broadcast axes the caller lists."""
 
     def __init__(
         self,
@@ -114,19 +120,12 @@ class ScaleAndShiftFullFB(ScaleShiftFB):
         super().__init__(layer_collection, ScaleShiftForm(*sums))
 
 
-class ScaleAndShiftDiagonalFB(ScaleShiftFB):
-    """The mean squares of per-example gradients of a scale and a shift."""
+class ScaleAndShiftFullFB(_OnAxes):
+    """The full second moment of per-example gradients of a scale and a shift."""
 
-    def __init__(
-        self,
-        layer_collection: FactorOwner,
-        broadcast_dims_scale: Sequence[int],
-        broadcast_dims_shift: Sequence[int] | None = None,
-        has_shift: bool = True,
-    ) -> None:
-        sums = summed_axes(broadcast_dims_scale, broadcast_dims_shift, has_shift)
-        form = ScaleShiftForm(*sums)
-        super().__init__(layer_collection, form, statistic=ScaleShiftSquare, factor=DiagonalFactor)
+
+class ScaleAndShiftDiagonalFB(_OnAxes, ScaleShiftDiagonalFB):
+    """The mean squares of per-example gradients of a scale and a shift."""
 
 
 def summed_axes(
@@ -183,7 +182,8 @@ class EmbeddingInputKroneckerFactor(InTowers, VocabularyFactor):
         dtype: npt.DTypeLike | None = None,
         *,
         count_repeats: bool = False,
-        **options: Unpack[FactorOptions],
+        backend: Backend | None = None,
+        config: CollectionConfig | None = None,
     ) -> None:
         chosen = np.dtype(np.float32 if dtype is None else dtype)
         if chosen.kind != "f" or vocab_size < 1:
@@ -193,7 +193,7 @@ class EmbeddingInputKroneckerFactor(InTowers, VocabularyFactor):
             )
         view = TokenIdView(int(vocab_size), count_repeats=count_repeats)
         statistics = of_towers(partial(IdCounts, view=view), [input_ids])
-        super().__init__(statistics, **options)
+        super().__init__(statistics, backend=backend, config=config)
         self.narrowest = chosen
 
 
@@ -227,52 +227,38 @@ class EmbeddingKFACMultiIndepFB(_OptionalUses, EmbeddingKroneckerFB):
         self._num_uses = num_uses
 
 
-class DepthwiseConvKFCBasicFB(GroupedKroneckerFB):
+class _OfDepthwiseFilter(FisherBlock):
+    """Base of the blocks of a depthwise convolution, with the layout of its tensors."""
+
+    def __init__(
+        self,
+        layer_collection: FactorOwner,
+        params: Params,
+        strides: Sequence[int],
+        padding: Padding,
+        rate: Sequence[int] | None = None,
+        data_format: str | None = None,
+    ) -> None:
+        form = depthwise_form(
+            layer_collection.require_shape(single_filter(params)),
+            padding=padding,
+            strides=strides,
+            rate=rate,
+            data_format=data_format,
+        )
+        super().__init__(layer_collection, form)  # type: ignore[call-arg] # of a block of a layer
+
+
+class DepthwiseConvKFCBasicFB(_OfDepthwiseFilter, GroupedKroneckerFB):
     """One Kronecker pair for each channel of a depthwise convolution.
 
     Args:
         params: The filter, ``(kh, kw, channels, multiplier)``.
     """
 
-    def __init__(
-        self,
-        layer_collection: FactorOwner,
-        params: Params,
-        strides: Sequence[int],
-        padding: Padding,
-        rate: Sequence[int] | None = None,
-        data_format: str | None = None,
-    ) -> None:
-        form = depthwise_form(
-            layer_collection.require_shape(single_filter(params)),
-            padding=padding,
-            strides=strides,
-            rate=rate,
-            data_format=data_format,
-        )
-        super().__init__(layer_collection, form)
 
-
-class DepthwiseConvDiagonalFB(LayerDiagonalFB):
+class DepthwiseConvDiagonalFB(_OfDepthwiseFilter, GroupedDiagonalFB):
     """The diagonal of a depthwise convolution's block."""
-
-    def __init__(
-        self,
-        layer_collection: FactorOwner,
-        params: Params,
-        strides: Sequence[int],
-        padding: Padding,
-        rate: Sequence[int] | None = None,
-        data_format: str | None = None,
-    ) -> None:
-        form = depthwise_form(
-            layer_collection.require_shape(single_filter(params)),
-            padding=padding,
-            strides=strides,
-            rate=rate,
-            data_format=data_format,
-        )
-        super().__init__(layer_collection, form, statistic=square_of(form))
 
 
 class FullyConnectedKFACBasicFB(KroneckerProductFB):

@@ -6,7 +6,7 @@ parameters without a layer. Blocks create the general factors directly.
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, TypeAlias, Unpack
+from typing import Any, ClassVar, TypeAlias, Unpack
 
 import numpy as np
 import numpy.typing as npt
@@ -46,32 +46,36 @@ class InTowers(FisherFactor):
         self.set_sources(statistics)
 
 
-class NaiveFullFactor(InTowers, DenseSquareMatrixFactor):
+class _OfGradients(InTowers):
+    """Base of the factors of parameters without a layer."""
+
+    _formula: ClassVar[type[GradientSquare]]
+
+    def __init__(
+        self, params_grads: Sequence[Tower], batch_size: int | str, **options: Unpack[FactorOptions]
+    ) -> None:
+        statistics = [(self._formula(uses(s), (batch_size,)),) for s in params_grads]
+        super().__init__(statistics, **options)
+
+
+class NaiveFullFactor(_OfGradients, DenseSquareMatrixFactor):
     """The outer product of the summed gradient of a batch, divided by the batch size.
 
     Args:
         params_grads: Names of the gradients of one or several parameters, for each source.
     """
 
-    def __init__(
-        self, params_grads: Sequence[Tower], batch_size: int | str, **options: Unpack[FactorOptions]
-    ) -> None:
-        statistics = [(GradientOuter(uses(s), (batch_size,)),) for s in params_grads]
-        super().__init__(statistics, **options)
+    _formula = GradientOuter
 
 
-class NaiveDiagonalFactor(InTowers, DiagonalFactor):
+class NaiveDiagonalFactor(_OfGradients, DiagonalFactor):
     """The square of the summed gradient of one parameter, divided by the batch size.
 
     Args:
         params_grads: Name of the gradient for each source.
     """
 
-    def __init__(
-        self, params_grads: Sequence[Tower], batch_size: int | str, **options: Unpack[FactorOptions]
-    ) -> None:
-        statistics = [(GradientSquare(uses(s), (batch_size,)),) for s in params_grads]
-        super().__init__(statistics, **options)
+    _formula = GradientSquare
 
 
 class FullyConnectedKroneckerFactor(InTowers, DenseSquareMatrixFactor):

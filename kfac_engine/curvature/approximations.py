@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 from kfac_engine.curvature.blocks.base import FisherBlock
 from kfac_engine.curvature.blocks.embedding import EmbeddingKroneckerFB, TiedTableFB
-from kfac_engine.curvature.blocks.grouped import GroupedKroneckerFB, grouped_diagonal
+from kfac_engine.curvature.blocks.grouped import GroupedDiagonalFB, GroupedKroneckerFB
 from kfac_engine.curvature.blocks.kronecker import (
     BY_SIZE,
     DENSE,
@@ -27,12 +27,11 @@ from kfac_engine.curvature.blocks.single import (
     LayerDiagonalFB,
     NaiveDiagonalFB,
     NaiveFullFB,
+    ScaleShiftDiagonalFB,
     ScaleShiftFB,
 )
-from kfac_engine.curvature.factors.diagonal import DiagonalFactor
 from kfac_engine.curvature.factors.divided import LARGEST_BLOCK, LARGEST_PART
 from kfac_engine.curvature.factors.owner import FactorOwner
-from kfac_engine.curvature.factors.statistics import ScaleShiftSquare
 from kfac_engine.layers.layer_forms import LayerForm, ScaleShiftForm
 from kfac_engine.registry import Registry
 
@@ -123,16 +122,15 @@ _DIVIDED = "Shi et al. 2023, arXiv:2309.06497, section 3.3"
 _TRACES = "Gao et al. 2020, arXiv:2011.10741, partial traces"
 _DIAGONAL = "mean of squared per-example gradients"
 
-_SQUARES = partial(ScaleShiftFB, statistic=ScaleShiftSquare, factor=DiagonalFactor)
 # Approximations that measure the gradient of each example.
 _of_examples = partial(Approximation, examples_first=True, fills_scratch=True)
 _AFFINE = {
     "full": Approximation(ScaleShiftFB, "F", "second moment of per-example gradients"),
-    "diagonal": Approximation(_SQUARES, "diag(F)", _DIAGONAL),
+    "diagonal": Approximation(ScaleShiftDiagonalFB, "diag(F)", _DIAGONAL),
 }
 _GROUPS = {
     "kron": Approximation(GroupedKroneckerFB, "⊕ t · A_g ⊗ G_g", _KFC),
-    "diagonal": _of_examples(grouped_diagonal, "diag(F)", _DIAGONAL),
+    "diagonal": _of_examples(GroupedDiagonalFB, "diag(F)", _DIAGONAL),
 }
 _REDUCE = _of_examples(
     ReducedKroneckerFB, "A(mean a) ⊗ G(Σ ds)", "Eschenhagen et al. 2023, arXiv:2311.00636"

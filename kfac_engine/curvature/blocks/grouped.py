@@ -5,7 +5,7 @@ assumed to be uncorrelated. Each group splits its damping by the traces of its o
 packed order is group by group.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import numpy as np
@@ -16,6 +16,7 @@ from kfac_engine.curvature.blocks.single import LayerDiagonalFB
 from kfac_engine.curvature.factors.owner import FactorOwner
 from kfac_engine.curvature.factors.refresh import Level
 from kfac_engine.curvature.factors.stacked import GroupedMoment, GroupedSquare, StackedSquareFactor
+from kfac_engine.curvature.factors.statistics import Statistic, Uses
 from kfac_engine.curvature.linalg.kronecker import pi_correction
 from kfac_engine.errors import UnsupportedError
 from kfac_engine.layers.grouped import GroupedForm
@@ -69,14 +70,17 @@ class GroupedKroneckerFB(KroneckerProductFB):
         return block
 
 
-def grouped_diagonal(collection: FactorOwner, form: GroupedForm) -> LayerDiagonalFB:
-    """Return the diagonal of the block of a convolution in groups."""
-    return LayerDiagonalFB(collection, form, statistic=square_of(form))
+class GroupedDiagonalFB(LayerDiagonalFB):
+    """The diagonal of the block of a convolution in groups."""
 
+    form: GroupedForm
 
-def square_of(form: GroupedForm) -> Callable[..., GroupedSquare]:
-    """Return a function that creates the statistic of the diagonal."""
-    return partial(GroupedSquare, groups=form.groups, taps=form.taps)
+    def _square(self, x: Uses, ds: Uses) -> Statistic:
+        form = self.form
+        return GroupedSquare(
+            x, ds, form.input_view, form.output_view, form.packing.has_bias, groups=form.groups,
+            taps=form.taps,
+        )  # fmt: skip
 
 
 def single_filter(params: Params) -> str:

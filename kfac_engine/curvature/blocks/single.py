@@ -33,6 +33,7 @@ from kfac_engine.curvature.factors.statistics import (
     KroneckerMoment,
     LayerSquare,
     ScaleShiftMoment,
+    ScaleShiftSquare,
     Statistic,
     Uses,
 )
@@ -217,19 +218,11 @@ class LayerDiagonalFB(SingleFactorFB):
     Args:
         collection: Owner of the factors.
         form: Layout of the tensors and parameters of the layer.
-        statistic: Creates the statistic; takes the arguments of ``LayerSquare``.
     """
 
-    def __init__(
-        self,
-        collection: FactorOwner,
-        form: LayerForm,
-        *,
-        statistic: Callable[..., LayerSquare] = LayerSquare,
-    ) -> None:
+    def __init__(self, collection: FactorOwner, form: LayerForm) -> None:
         super().__init__(collection)
         self.form = form
-        self._statistic = statistic
 
     def add_part(self, inputs: Names, outputs: Names) -> None:
         """Add a part of the batch; raise a RegistrationError for several uses."""
@@ -254,12 +247,12 @@ class LayerDiagonalFB(SingleFactorFB):
         return (self.form.packed_shape(shapes[0]),)
 
     def _make_factors(self, grads_list: GradsList) -> None:
-        form, bias = self.form, self.packing.has_bias
+        self._factor = self._make_factor(DiagonalFactor, self._square, grads_list)
 
-        def statistic(x: Uses, ds: Uses) -> Statistic:
-            return self._statistic(x, ds, form.input_view, form.output_view, bias)
-
-        self._factor = self._make_factor(DiagonalFactor, statistic, grads_list)
+    def _square(self, x: Uses, ds: Uses) -> Statistic:
+        """Return the statistic of an input and of gradients."""
+        form = self.form
+        return LayerSquare(x, ds, form.input_view, form.output_view, form.packing.has_bias)
 
     @property
     def damping(self) -> float:
@@ -364,22 +357,14 @@ class ScaleShiftFB(SingleFactorFB):
     Args:
         collection: Owner of the factor.
         form: Broadcast of the parameters.
-        statistic: Statistic of the per-example gradients.
-        factor: Class of the factor.
     """
 
-    def __init__(
-        self,
-        collection: FactorOwner,
-        form: ScaleShiftForm,
-        *,
-        statistic: type[ScaleShiftMoment] = ScaleShiftMoment,
-        factor: type[FisherFactor] = DenseSquareMatrixFactor,
-    ) -> None:
+    _statistic: type[ScaleShiftMoment] = ScaleShiftMoment
+    _factor_class: type[FisherFactor] = DenseSquareMatrixFactor
+
+    def __init__(self, collection: FactorOwner, form: ScaleShiftForm) -> None:
         super().__init__(collection)
         self.form = form
-        self._statistic = statistic
-        self._factor_class = factor
 
     def add_part(self, inputs: Names, outputs: Names) -> None:
         """Add a part of the batch.
@@ -405,7 +390,7 @@ class ScaleShiftFB(SingleFactorFB):
 
     def factor_shapes(self, shapes: Sequence[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
         size = sum(prod(shape) for shape in shapes)
-        return ((size,) if issubclass(self._factor_class, DiagonalFactor) else (size, size),)
+        return ((size, size),)
 
     def _make_factors(self, grads_list: GradsList) -> None:
         collection, form, (_, outputs) = self._collection, self.form, self._parts[0]
@@ -416,3 +401,13 @@ class ScaleShiftFB(SingleFactorFB):
             return self._statistic(x, ds, form.scale, form.shift, sets, batch)
 
         self._factor = self._make_factor(self._factor_class, statistic, grads_list)
+
+
+class ScaleShiftDiagonalFB(ScaleShiftFB):
+    """The diagonal of the block of a scale, a shift or both."""
+
+    _statistic = ScaleShiftSquare
+    _factor_class = DiagonalFactor
+
+    def factor_shapes(self, shapes: Sequence[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
+        return ((sum(prod(shape) for shape in shapes),),)
