@@ -35,7 +35,7 @@ from kfac_engine.curvature.factors.eigenbasis import begin_bases, without_basis
 from kfac_engine.curvature.factors.measurement import LetGo
 from kfac_engine.curvature.factors.readers import Measurements, Readers, Update
 from kfac_engine.curvature.factors.refresh import UNDIVIDED, Division
-from kfac_engine.curvature.schedule import GrowingPlanner, Planner, Schedule, Work
+from kfac_engine.curvature.schedule import Due, GrowingPlanner, Planner, Schedule, Work
 from kfac_engine.curvature.sources import ExampleGradients, MeasuredBatch, Scales, Sources, Trace
 from kfac_engine.distributed.shards import RowRange
 from kfac_engine.errors import InputError, UnknownNameError, UnsupportedError, suggestion
@@ -150,7 +150,6 @@ class Fisher(Sealed):
         self._straight: frozenset[FisherFactor] | None = None
         self._readers: dict[tuple[FisherFactor, ...], Readers] = {}
         self._whole_batch = self._readers_of(f for f in self.factors if f not in self._alone)
-        self._due: tuple[str, ...] = ()
         self.slices: Mapping[str, Sequence[ParameterSlice]] = {}
         self.to_file: Callable[[Mapping[str, Array]], dict[str, Array]] = dict
         self._sealed = True
@@ -403,21 +402,16 @@ class Fisher(Sealed):
         cheap = refreshes.are_cheap(self.works)
         return GrowingPlanner(self.works, schedule, None if cheap else least_period)
 
-    def refresh(self, planner: Planner, counter: int, bound: int | None = None) -> None:
-        """Refresh the factors that are due; with ``schedule.overlap`` only begin to.
+    def refresh(self, due: Due, *, overlap: bool = False) -> None:
+        """Refresh the factors that are due; with ``overlap`` only begin to, unless in call 0.
 
-        The arguments are as for ``Planner.refreshes``, and the errors as for ``begin_refresh``.
+        Errors are as for ``begin_refresh``.
         """
-        due = planner.refreshes(counter, bound)
-        finish = self._begin(due) if due else None
-        if finish and (not planner.schedule.overlap or counter == 0):
+        if not due.refreshes:
+            return
+        finish = self._begin(due.refreshes)
+        if not overlap or due.counter == 0:
             finish()
-        self._due = due
-
-    def advance(self, planner: Planner, counter: int) -> tuple[str, ...]:
-        """Record that a call succeeded; return the keys of the factors that it refreshed."""
-        planner.advance(counter, self._due)
-        return self._due
 
     def update_inverses(self) -> None:
         """Recompute every registered power from the current averages; a collective call."""
@@ -428,7 +422,6 @@ class Fisher(Sealed):
         """Complete all refreshes that were begun."""
         for factor in self.factors:
             factor.wait()
-        self._due = ()
 
     # -- multiply ---------------------------------------------------------------------------------
 

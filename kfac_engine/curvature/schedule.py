@@ -8,7 +8,7 @@ arrays. An engine has one for its calls, and an optimizer has one for its steps,
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from kfac_engine.arguments import check_bool, check_choice, check_int, is_count
 from kfac_engine.distributed.owners import Load, slots
@@ -62,6 +62,14 @@ class Work:
     ranks: int = 1  # number of processes
 
 
+class Due(NamedTuple):
+    """What is due in a call."""
+
+    counter: int  # number of the call, from 0
+    statistics: bool  # whether the call updates the covariances
+    refreshes: tuple[str, ...]  # keys of the refreshes, in the order of the works
+
+
 class Planner:
     """Plans the updates of the covariances and the refreshes, call by call.
 
@@ -81,9 +89,10 @@ class Planner:
         # The phase of the period in which each work is refreshed.
         self._slots = POLICIES[schedule.policy](self.works, schedule.refresh_every)
 
-    def observes(self, counter: int) -> bool:
-        """Return whether a call updates the covariances; calls are counted from 0."""
-        return counter % self.schedule.covariance_every == 0
+    def due(self, counter: int) -> Due:
+        """Return what is due in a call; calls are counted from 0."""
+        statistics = counter % self.schedule.covariance_every == 0
+        return Due(counter, statistics, self.refreshes(counter))
 
     def refreshes(self, counter: int, bound: int | None = None) -> tuple[str, ...]:
         """Return the keys of the refreshes of a call, in the order of the works.
@@ -100,9 +109,9 @@ class Planner:
         period = min(period, bound)
         return tuple([key for key in keys if counter - last.get(key, -inf) >= period])
 
-    def advance(self, counter: int, refreshed: Sequence[str]) -> None:
-        """Record the keys that a call has refreshed, after the call has succeeded."""
-        self.refreshed.update(dict.fromkeys(refreshed, counter))
+    def advance(self, due: Due) -> None:
+        """Record that a call, in which so much was due, has succeeded."""
+        self.refreshed.update(dict.fromkeys(due.refreshes, due.counter))
 
     def saved(self) -> dict[str, object]:
         """Return the state as plain values, for a checkpoint."""
@@ -141,19 +150,19 @@ class GrowingPlanner(Planner):
         self._least_period = least_period
         self.observed = self.start = NEVER
 
-    def observes(self, counter: int) -> bool:
-        every = min(self.schedule.covariance_every, self._grown(counter))
-        return self.observed == NEVER or counter - self.observed >= every
+    def due(self, counter: int, examples: int = 0) -> Due:
+        """Return what is due in a call; ``examples`` is the size of its batch."""
+        schedule, bound = self.schedule, max(1, (counter - max(self.start, 0)) // 2)
+        every = min(schedule.covariance_every, bound)
+        statistics = self.observed == NEVER or counter - self.observed >= every
+        if self._least_period is not None and bound < schedule.refresh_every:
+            bound = max(bound, self._least_period(examples))
+        return Due(counter, statistics, self.refreshes(counter, bound))
 
-    def bound(self, counter: int, examples: int) -> int:
-        """Return the largest period of the refreshes of a call, for ``refreshes``.
-
-        ``counter`` is the number of the call, from 0, and ``examples`` the size of its batch.
-        """
-        grown = self._grown(counter)
-        if self._least_period is None or grown >= self.schedule.refresh_every:
-            return grown
-        return max(grown, self._least_period(examples))
+    def advance(self, due: Due) -> None:
+        super().advance(due)
+        if due.statistics:
+            self.observed = due.counter
 
     def begins_period(self, counter: int) -> bool:
         """Return whether covariances of a call are the first ones in ``refresh_every`` calls."""
@@ -169,10 +178,6 @@ class GrowingPlanner(Planner):
         """Let the periods grow from a call on, which updates and refreshes everything."""
         self.observed, self.start = NEVER, counter
         self.refreshed.clear()
-
-    def _grown(self, counter: int) -> int:
-        """Return the largest period of an update in a call."""
-        return max(1, (counter - max(self.start, 0)) // 2)
 
 
 # Returns the slot of each work by key: the phase of the period in which it is refreshed.

@@ -19,6 +19,7 @@ from kfac_engine.curvature.factors.readers import Measurements, Update
 from kfac_engine.curvature.factors.refresh import Division
 from kfac_engine.curvature.factors.row_weights import ExampleWeights
 from kfac_engine.curvature.fisher import Fisher
+from kfac_engine.curvature.schedule import Due
 from kfac_engine.curvature.sources import MeasuredBatch
 from kfac_engine.datasets.examples import Batch
 from kfac_engine.datasets.forms import is_array
@@ -28,6 +29,7 @@ from kfac_engine.engine.batch_shards import BatchShards, ExchangedPart
 from kfac_engine.engine.build import Assembly
 from kfac_engine.engine.curvature_products import CurvatureProducts
 from kfac_engine.engine.model_arrays import ModelArrays
+from kfac_engine.engine.profiling import StageClock
 from kfac_engine.engine.rollback import ignore_overflow
 from kfac_engine.engine.sample_space import SampleSpace, bytes_of
 from kfac_engine.engine.validation import (
@@ -506,6 +508,18 @@ class BatchPasses:
             pairs = zip(self.objective.terms, rows, strict=True)
             weights = ExampleWeights.of(pairs, trace, seen.size.examples, fisher.sources.places)
         return MeasuredBatch(trace, scales, weights, absent=seen.whole.absent, checked=True)
+
+    def update_due(
+        self, fisher: Fisher, due: Due, clock: StageClock, update: Callable[[], object]
+    ) -> None:
+        """Complete pending refreshes, and call ``update`` if statistics are due."""
+        # A refresh begins with messages, which follow a vote.
+        votes = bool(due.refreshes) and not due.statistics
+        with self.agreement.operation("statistics", ends=votes):
+            fisher.wait()
+            if due.statistics:
+                with clock("statistics"):
+                    update()
 
     def update_averages(
         self,

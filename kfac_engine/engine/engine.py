@@ -7,6 +7,7 @@ refreshes and multiplies (``curvature/fisher.py``), as each step of a ``KfacOpti
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 
 from kfac_engine._types import Array, whole_arrays
@@ -21,7 +22,7 @@ from kfac_engine.datasets.examples import Batch
 from kfac_engine.datasets.forms import is_array
 from kfac_engine.distributed.agreement import Agreement
 from kfac_engine.distributed.protocol import Alone
-from kfac_engine.engine.batch_parts import Inputs, TracedParts, parts_of
+from kfac_engine.engine.batch_parts import Inputs, parts_of
 from kfac_engine.engine.build import Assembly, build
 from kfac_engine.engine.checkpoint import Accept, Expected, Extras, State, load_state, save_state
 from kfac_engine.engine.distribution import Distribution, Replicate
@@ -244,28 +245,34 @@ class Engine(Summarized, TrainableModel):
             self.prepare()
             moves = check_bool("update_buffers", update_buffers)
             fisher, passes, exp = self.fisher, self.passes, self._exps[0]
-            due = self.planner.observes(self.counter)
+            due = self.planner.due(self.counter)
             with clock("forward"):
                 traced = passes.traced(parts)
             with clock("backward"):
                 batch = passes.step_gradients(
                     traced,
                     update_buffers=moves,
-                    outputs=fisher.outputs if due else None,
+                    outputs=fisher.outputs if due.statistics else None,
                     division=fisher.division,
                 )
             every = batch.shard.gradients
             undo.protect(every, exp, batch.bound, self._model.result_types)
-            self._measure(traced, clock, batch.shard.outputs)
+            passes.update_due(
+                fisher,
+                due,
+                clock,
+                partial(passes.update_averages, fisher, traced, batch.shard.outputs),
+            )
             del traced  # activations
             with clock("inverses"):
-                fisher.refresh(self.planner, self.counter)
+                fisher.refresh(due, overlap=self.schedule.overlap)
             in_file = self._model.to_file_layout(whole_arrays(batch.gradients))
             with clock("precondition"):
                 natural = fisher.multiply_power(batch.gradients, exp, tuple(every))
             if gradients == "all":
                 in_file = self._model.to_file_layout(fisher.division.gather(batch.gradients, every))
-            self._advance()
+            self.planner.advance(due)
+            self.counter += 1
             notes = (*self._standing_notes, *batch.notes)
             stages = clock.stages if profile else ()
             return Result(batch.loss, in_file, natural, notes, stages, self._model.ties)
@@ -289,10 +296,13 @@ class Engine(Summarized, TrainableModel):
             traced = self.passes.traced(parts)
             if all(getattr(targets, "targets", targets) is not None for _, targets in parts):
                 self.passes.check_losses(traced)
-            self._measure(traced, StageClock())
+            due = self.planner.due(self.counter)
+            update = partial(self.passes.update_averages, self.fisher, traced)
+            self.passes.update_due(self.fisher, due, StageClock(), update)
             with self.passes.agreement.operation("refresh", ends=True):
-                self.fisher.refresh(self.planner, self.counter)
-            self._advance()
+                self.fisher.refresh(due, overlap=self.schedule.overlap)
+            self.planner.advance(due)
+            self.counter += 1
 
     def update_statistics(
         self, trace: Trace | Sequence[Batch], examples: int | None = None
@@ -539,25 +549,6 @@ class Engine(Summarized, TrainableModel):
         rest = *self._arrays.on_host(), self.damping, self.planner.saved(), checked_extras(extras)
         passes = self._model.passes.count
         return State(self.counter, self.fisher.rng.bit_generator.state, *rest, passes)
-
-    def _measure(
-        self, traced: TracedParts, clock: StageClock, gradients: dict[str, Array] | None = None
-    ) -> None:
-        """Update the averages by a batch if that is due, and complete pending refreshes."""
-        planner, fisher = self.planner, self.fisher
-        due = planner.observes(self.counter)
-        # A refresh begins with messages.
-        votes = not due and bool(planner.refreshes(self.counter))
-        with self.passes.agreement.operation("statistics", ends=votes):
-            fisher.wait()
-            if due:
-                with clock("statistics"):
-                    self.passes.update_averages(fisher, traced, gradients)
-
-    def _advance(self) -> None:
-        """Record that a call has succeeded."""
-        self.fisher.advance(self.planner, self.counter)
-        self.counter += 1
 
     def _layer_reports(self) -> Iterator[LayerReport]:
         return layer_reports(self._entries, self.collection, self._model, self._exps)

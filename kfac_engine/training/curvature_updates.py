@@ -1,14 +1,15 @@
 """Decides when an optimizer updates statistics and inverses, and on which part of a batch."""
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from math import ceil, inf
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
 from kfac_engine._types import Array
 from kfac_engine.arguments import check_number
-from kfac_engine.curvature.schedule import NEVER, Schedule
+from kfac_engine.curvature.schedule import NEVER, Due, Schedule
 from kfac_engine.datasets.examples import Batch
 from kfac_engine.distributed.shards import RowRange
 from kfac_engine.engine.engine import Engine
@@ -128,15 +129,6 @@ class PartialBatch:
         return chosen
 
 
-class DueUpdates(NamedTuple):
-    """The updates of the curvature that are due in a step."""
-
-    step: int  # number of the step, from 0
-    statistics: bool  # whether statistics are due
-    inverses: bool  # whether refreshes are due
-    bound: int  # largest period of the refreshes
-
-
 class CurvatureUpdates:
     """Updates the statistics and the inverses of an engine as its optimizer needs them.
 
@@ -162,18 +154,16 @@ class CurvatureUpdates:
         self.planner = engine.fisher.growing_planner(schedule)
         self._names = engine.factors.refresh_names()
         self.part = PartialBatch(engine, part)
-        self._latest = DueUpdates(0, statistics=False, inverses=False, bound=1)
+        self._latest = Due(0, statistics=False, refreshes=())
 
-    def due(self, step: int, examples: int) -> DueUpdates:
+    def due(self, step: int, examples: int) -> Due:
         """Return the updates of a step; ``examples`` is the batch size over all processes."""
-        bound = self.planner.bound(step, examples)
-        inverses = bool(self.planner.refreshes(step, bound))
-        self._latest = DueUpdates(step, self.planner.observes(step), inverses, bound)
+        self._latest = self.planner.due(step, examples)
         return self._latest
 
     def update(
         self,
-        due: DueUpdates,
+        due: Due,
         batch: Sequence[Batch],
         clock: StageClock,
         *,
@@ -190,43 +180,32 @@ class CurvatureUpdates:
             by_example: Whether gradients of single examples are measured in any case.
         """
         fisher, passes, planner = self._engine.fisher, self._engine.passes, self.planner
-        # A refresh begins with messages, which follow a vote.
-        votes = due.inverses and not due.statistics
-        with passes.agreement.operation("statistics", ends=votes):
-            fisher.wait()
-            if due.statistics:
-                with clock("statistics"):
-                    decay = 0.0 if planner.replaces else None
-                    begins = planner.begins_period(due.step)
-                    by_example = by_example or self._by_example or begins
+        decay = 0.0 if planner.replaces else None
+        by_example = by_example or self._by_example or planner.begins_period(due.counter)
 
-                    def use(part: Sequence[Batch], examples: int | None) -> bool | None:
-                        measured = passes.update_averages(
-                            fisher,
-                            passes.traced(part),
-                            examples=examples,
-                            decay=decay,
-                            by_example=by_example,
-                        )
-                        return measured or None
+        def use(part: Sequence[Batch], examples: int | None) -> bool | None:
+            measured = passes.update_averages(
+                fisher,
+                passes.traced(part),
+                examples=examples,
+                decay=decay,
+                by_example=by_example,
+            )
+            return measured or None
 
-                    if whole:
-                        use(batch, None)
-                    else:
-                        self.part.first(due.step, batch, use)
-        if due.inverses:
+        of_part = partial(self.part.first, due.counter, batch, use)
+        passes.update_due(fisher, due, clock, partial(use, batch, None) if whole else of_part)
+        if due.refreshes:
             with clock("inverses"):
-                fisher.refresh(planner, due.step, due.bound)
+                fisher.refresh(due)
 
     def advance(self) -> tuple[str, ...]:
         """Record that ``update`` succeeded; return the names of the refreshed factors."""
-        latest = self._latest
-        if latest.statistics:
-            self.planner.observed = latest.step
-        if not latest.inverses:
+        due = self._latest
+        if not (due.statistics or due.refreshes):
             return ()
-        refreshed = self._engine.fisher.advance(self.planner, latest.step)
-        return tuple(self._names[key] for key in refreshed)
+        self.planner.advance(due)
+        return tuple([self._names[key] for key in due.refreshes])
 
     def restart(self, step: int) -> Callable[[], None]:
         """Restart all periods at a step, in which all is due; return a function that undoes it."""

@@ -472,7 +472,7 @@ class KfacOptimizer(Optimizer):
         ``bound`` is an upper bound of the norm of the gradients, if it is known.
         """
         rule, due = self._rule, self._curvature.due(self.steps, step.examples)
-        if not (due.statistics or due.inverses):
+        if not (due.statistics or due.refreshes):
             return
         undo.protect(step.gradients, -1.0, inf if step.rate > _LARGE_RATE else bound)
         whole = rule.whole or (rule is self._given and bool(self.measures_whole(self._slots)))

@@ -150,7 +150,7 @@ def test_what_a_step_has_to_do_is_what_the_scheduler_finds_due(kind):
     job, periods = jobs.step("mlp", 2, kind), jobs.STEPS[kind]
     planner = Planner([Work("A", 1.0)], Schedule(*periods.measured))
     for number, sort in enumerate(job.turn * 2, start=1):
-        assert planner.observes(number) == (sort != "gradient")
+        assert planner.due(number).statistics == (sort != "gradient")
         assert bool(planner.refreshes(number)) == (sort == "inverses")
 
 

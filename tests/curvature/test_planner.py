@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 import kfac_engine as ke
-from kfac_engine.curvature.schedule import POLICIES, Planner, Work, is_planner_state
+from kfac_engine.curvature.schedule import POLICIES, Due, Planner, Work, is_planner_state
 
 costs_of_works = st.lists(st.floats(0.1, 100), min_size=1, max_size=8)
 
@@ -51,8 +51,8 @@ def test_each_factor_is_refreshed_once_in_a_period(policy, number, period, start
 
 def test_a_restored_planner_continues_with_the_same_plans():
     first, second = (Planner(works_of([1.0, 2.0]), ke.Schedule(refresh_every=7)) for _ in range(2))
-    first.advance(0, ("f0", "f1"))
-    first.advance(3, ("f1",))
+    first.advance(Due(0, statistics=True, refreshes=("f0", "f1")))
+    first.advance(Due(3, statistics=True, refreshes=("f1",)))
     saved = json.loads(json.dumps(first.saved()))
     assert is_planner_state(saved)
     second.restore(saved)
@@ -84,4 +84,4 @@ def test_every_documented_policy_has_a_row():
 @pytest.mark.parametrize(("every", "expected"), [(1, [0, 1, 2, 3, 4, 5, 6]), (3, [0, 3, 6])])
 def test_covariances_move_at_multiples_of_their_period(every, expected):
     planner = Planner([], ke.Schedule(covariance_every=every))
-    assert [counter for counter in range(7) if planner.observes(counter)] == expected
+    assert [counter for counter in range(7) if planner.due(counter).statistics] == expected

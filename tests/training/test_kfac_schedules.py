@@ -7,7 +7,7 @@ from onnx import numpy_helper, parser
 
 import kfac_engine as ke
 from kfac_engine.curvature import refreshes
-from kfac_engine.curvature.schedule import GrowingPlanner, Planner, Work
+from kfac_engine.curvature.schedule import Due, GrowingPlanner, Planner, Work
 from tests.comparing import assert_arrays_equal
 from tests.nightly import SEED
 from tests.training import softmax_net as net
@@ -152,7 +152,7 @@ def test_a_factor_is_due_exactly_at_its_period_or_the_bound(number, period):
         for work in works:
             age = t - planner.refreshed.get(work.key, -np.inf)
             assert (work.key in due) == (age >= min(period, bound))
-        planner.advance(t, due)
+        planner.advance(Due(t, statistics=False, refreshes=due))
 
 
 def test_gradients_of_single_examples_are_measured_once_in_a_period_of_refreshes(monkeypatch):
