@@ -30,6 +30,8 @@ WIDE = [
     (Case(Window((3, 3), (2, 2), (1, 1), (1, 1), (1, 1)), 2, 16, (6, 5)), 2),
     (Case(Window((1,), (1,), (1,), (0,), (0,)), 3, 70, (4,)), 1),
 ]
+# Rows of thirteen: more than fit the registers of a thread, and less than a small tile.
+NARROW = Case(Window((3,), (1,), (1,), (1,), (1,)), 2, 4, (90,)), 2
 
 
 def grouped(case, groups, dtype=np.float32):
@@ -91,7 +93,7 @@ def check(
 
 
 @each_order
-@pytest.mark.parametrize(("case", "groups"), [*WIDE, (STRIDED[0], 3)], ids=str)
+@pytest.mark.parametrize(("case", "groups"), [*WIDE, NARROW, (STRIDED[0], 3)], ids=str)
 def test_group_products_are_independent_of_thread_order(case, groups, order):
     check(case, groups, order=order)
 

@@ -1,9 +1,11 @@
-"""Matrices on the way to a factorisation and back, thread by thread on the CPU."""
+"""Matrices on the way to a factorisation and back, and leaves of inverses, on the CPU."""
 
 import numpy as np
 import pytest
 
+from kfac_engine.backend.cuda import recursive_inverse
 from kfac_engine.kernels.symmetric import Floor, narrow, widen
+from tests.comparing import assert_near
 from tests.cuda_on_cpu.device import ShimDevice
 from tests.cuda_on_cpu.module import ORDERS, compiler
 
@@ -91,3 +93,43 @@ def test_narrow_returns_symmetric_matrices(side, dtype, order):
     found = narrow(ShimDevice(order), np.ascontiguousarray(stack.swapaxes(1, 2)), dtype)
     assert found.dtype == dtype
     np.testing.assert_array_equal(found, symmetric(stack).astype(dtype))
+
+
+# -- inverses by halves ----------------------------------------------------------------------------
+
+
+@each_order
+def test_leaves_are_inverted_in_place(order):
+    """A leaf of full size, and a smaller one in a larger matrix."""
+    rng = np.random.default_rng(0)
+    matrices = np.stack([np.eye(128) + root @ root.T for root in rng.normal(size=(2, 128, 3))])
+    work = np.zeros((2, 140, 140))
+    work[:, :128, :128] = matrices
+    invert = recursive_inverse._Inverse(ShimDevice(order), np.zeros(2, np.int32))
+    invert(work[:, :128, :128], np.zeros(0), 0)
+    invert(work[:, 50:77, 50:77], np.zeros(0), 0)
+    wanted = np.linalg.inv(matrices)
+    wanted[:, 50:77, 50:77] = np.linalg.inv(wanted[:, 50:77, 50:77])
+    assert_near(work[:, :128, :128], wanted, 2e-6)
+
+
+@each_order
+def test_a_code_is_that_of_the_first_leaf_without_an_inverse(order):
+    codes = np.zeros(2, np.int32)
+    invert = recursive_inverse._Inverse(ShimDevice(order), codes)
+    work = np.stack([np.diag([1.0, 1, -1, 1, -1]), np.eye(5)])
+    for first in (0, 70):
+        invert(work, np.zeros(0), first)
+    assert codes.tolist() == [3, 0]
+
+
+@each_order
+def test_triangles_are_averaged_and_blocks_transposed(order):
+    work = np.random.default_rng(0).normal(size=(2, 80, 80))
+    wanted = work.copy()
+    mean = 0.5 * (work[:, 30:, 30:] + work[:, 30:, 30:].swapaxes(1, 2))
+    wanted[:, 30:, 30:], wanted[:, :30, 30:] = mean, work[:, 30:, :30].swapaxes(1, 2)
+    inverse = recursive_inverse._Inverse(ShimDevice(order), np.zeros(2, np.int32))
+    inverse._symmetrize(work[:, 30:, 30:])
+    inverse._transpose(work[:, 30:, :30], work[:, :30, 30:])
+    assert_near(work, wanted, 2e-6)
