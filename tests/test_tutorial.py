@@ -1,14 +1,11 @@
 """The tutorial: every command and example runs in order, and prints the numbers of the page."""
 
-import contextlib
 import re
-import shlex
 from pathlib import Path
 
 import pytest
 
-from kfac_engine.__main__ import main
-from tests.pages import blocks
+from tests.pages import execute
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "tutorial.md"
 # BLAS kernels sum in different orders, which moved the validation loss by 1e-6 among three kernels.
@@ -22,27 +19,13 @@ def numbers(text):
     return {name: float(value) for name, value in re.findall(r"^(\w+) ([\d.]+)$", text, re.M)}
 
 
-def check(printed, expected):
-    assert expected.keys() == printed.keys()
-    assert printed["validation_loss"] == pytest.approx(expected["validation_loss"], **LOSS)
-    assert printed["accuracy"] == pytest.approx(expected["accuracy"], **ACCURACY)
-
-
 @pytest.mark.rounding
-def test_the_tutorial_runs_in_order_and_prints_its_numbers(tmp_path, capsys):
-    names, printed, compared = {}, "", 0
-    with contextlib.chdir(tmp_path):
-        for language, code in blocks(PAGE, "python", "console", "text"):
-            if language == "python":
-                exec(compile(code, "tutorial.md", "exec"), names)
-            elif language == "console":
-                for line in code.splitlines():
-                    prompt, program, *arguments = shlex.split(line)
-                    assert (prompt, program) == ("$", "kfac-engine")
-                    status = main(arguments)
-                    printed, err = capsys.readouterr()
-                    assert status == 0, err
-            elif language == "text":
-                check(numbers(printed), numbers(code))
-                compared += 1
-    assert compared == 2
+def test_the_tutorial_runs_in_order_and_prints_its_numbers(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    pairs = []
+    execute(PAGE, "python", "console", shown=lambda *texts: pairs.append(map(numbers, texts)))
+    assert len(pairs) == 2
+    for printed, expected in pairs:
+        assert expected.keys() == printed.keys()
+        assert printed["validation_loss"] == pytest.approx(expected["validation_loss"], **LOSS)
+        assert printed["accuracy"] == pytest.approx(expected["accuracy"], **ACCURACY)

@@ -1,30 +1,15 @@
 """The tutorials that need PyTorch run in order and print their numbers."""
 
-import contextlib
 import re
 from pathlib import Path
 
 import pytest
 
-from tests.pages import blocks
+from tests.pages import execute
 
-TUTORIALS = Path(__file__).resolve().parents[2] / "docs/tutorials"
+PAGE = Path(__file__).resolve().parents[2] / "docs/tutorials/pytorch.md"
 # Hundreds of steps amplify rounding: two numbers of threads changed the test losses by 0.6.
 TOLERANCE = 1.5
-
-
-def execute(page, folder, capsys):
-    """Execute a page, compare what it prints with what it shows; returns its names."""
-    names = {}
-    printed = ""
-    with contextlib.chdir(folder):
-        for language, code in blocks(page, "python", "text"):
-            if language == "python":
-                exec(compile(code, page.name, "exec"), names)
-                printed = capsys.readouterr().out
-            else:
-                assert_shown(printed, code)
-    return names
 
 
 def assert_shown(printed, shown):
@@ -37,7 +22,8 @@ def assert_shown(printed, shown):
 
 
 @pytest.mark.quick
-def test_pytorch_tutorial_prints_its_numbers_and_kfac_is_ahead_of_adam(tmp_path, capsys):
-    names = execute(TUTORIALS / "pytorch.md", tmp_path, capsys)
+def test_pytorch_tutorial_prints_its_numbers_and_kfac_is_ahead_of_adam(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    names = execute(PAGE, "python", shown=assert_shown)
     final = {name: losses[-1] for name, (_, losses) in names["curves"].items()}
     assert final.pop("K-FAC") < min(final.values()) - 0.3

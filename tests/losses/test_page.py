@@ -7,18 +7,17 @@ import numpy as np
 import kfac_engine as ke
 from kfac_engine.data import demo_model, digits
 from kfac_engine.losses import LOSSES
-from tests.pages import blocks
+from tests.pages import blocks, execute
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "losses.md"
-EXAMPLES = [code for _, code in blocks(PAGE, "python")]
 
 
 def test_the_examples_of_the_page_run_and_a_wrong_loss_is_noticed():
-    names = {}
-    for code in EXAMPLES:
-        exec(compile(code, "losses.md", "exec"), names)
+    names = execute(PAGE, "python")
     own = names["TruncatedGaussian"]
-    definition = next(code for code in EXAMPLES if "class TruncatedGaussian" in code)
+    definition = next(
+        code for _, code in blocks(PAGE, "python") if "class TruncatedGaussian" in code
+    )
     assert len(definition[definition.index("class ") :].strip().splitlines()) <= 30
 
     class Wrong(own):

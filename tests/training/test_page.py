@@ -1,14 +1,14 @@
 """The examples of the page on training run, and their assertions hold."""
 
-import re
 from pathlib import Path
 
 import pytest
 
+from tests.pages import blocks
+
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "training.md"
-BLOCKS = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.M | re.S)
 EXAMPLES: list[str] = []
-for block in BLOCKS:
+for _, block in blocks(PAGE, "python"):
     if "ke.fit(" in block:  # a block without imports continues the last example
         EXAMPLES.append(block if "import kfac_engine" in block else EXAMPLES[-1] + block)
 
