@@ -137,6 +137,25 @@ def parsed(
     return model
 
 
+def network(
+    entry: str, weights: str, nodes: str, result: str = "[batch, 3] output"
+) -> onnx.ModelProto:
+    """A model of text, whose numbers have the type of the input, or else are in float64.
+
+    Args:
+        entry: The input, such as ``float[batch, 3] input``.
+        weights: Random weights such as ``w(3,4) b(4)``; ``variance`` is positive.
+        nodes: From the input to the output.
+        result: The output, without its type.
+    """
+    number, dtype = ("float", "f4") if entry.startswith("float[") else ("double", "f8")
+    rng, arrays = np.random.default_rng(0), {}
+    for name, sides in re.findall(r"(\w+)\(([\d,]+)\)", weights):
+        array = rng.standard_normal([int(side) for side in sides.split(",")]).astype(dtype)
+        arrays[name] = abs(array) if name == "variance" else array
+    return parsed(f"net ({entry}) => ({number}{result}) {{ {nodes} }}", arrays, '"": 21')
+
+
 def one_operator(
     op: str,
     inputs: Mapping[str, str],

@@ -6,7 +6,6 @@ blocks that are exact behind anything.
 """
 
 import numpy as np
-import onnx
 import pytest
 
 import kfac_engine as ke
@@ -115,70 +114,52 @@ ROWS = [row for row in ROWS if row not in NOT_RECOGNIZED]
 
 _TURNED = "order = Constant<value_ints=[1, 0]>()  turned = Gather<axis={}>(input, order)  "
 _TWICE = _TURNED.format(1) + "h = {0}(input, w)  g = {0}(turned, w)  output = Concat<axis=1>(h, g)"
-_USES = "float[batch, 2, T, 2] input", {"w": (2, 2, 2, 1)}
+_USES = "float[batch, 2, T, 2] input", "w(2,2,2,1)"
 # The input, of which T is the length, the parameters, and the nodes of a network in which a layer
 # of this kind is exact; of one approximation where the others need another network.
+# fmt: off
 NETWORKS = {
-    "fully_connected": (
-        "double[batch, T, 3] input", {"w": (3, 2), "b": (2,)},
+    "fully_connected": ("double[batch, T, 3] input", "w(3,2) b(2)",
         "h = MatMul(input, w)  output = Add(h, b)"),
-    ("fully_connected", "kron_reduce"): (
-        "double[batch, T, 3] input",
-        {"w": (3, 2), "b": (2,)},
+    ("fully_connected", "kron_reduce"): ("double[batch, T, 3] input", "w(3,2) b(2)",
         """h = MatMul(input, w)  s = Add(h, b)
-           axis = Constant<value_ints=[1]>()  output = ReduceMean(s, axis)""",
-    ),
-    "conv2d": (
-        "float[batch, 2, T, 3] input", {"w": (3, 2, 2, 2), "b": (3,)},
-        "output = Conv(input, w, b)"),
-    ("conv2d", "kron_reduce"): (
-        "float[batch, 2, T, 3] input", {"w": (3, 2, 2, 2), "b": (3,)},
+           axis = Constant<value_ints=[1]>()  output = ReduceMean(s, axis)"""),
+    "conv2d": ("float[batch, 2, T, 3] input", "w(3,2,2,2) b(3)", "output = Conv(input, w, b)"),
+    ("conv2d", "kron_reduce"): ("float[batch, 2, T, 3] input", "w(3,2,2,2) b(3)",
         "s = Conv(input, w, b)  output = GlobalAveragePool(s)"),
     # The pixels of different taps are correlated: a window has one tap.
-    ("conv2d", "kron_sua"): (
-        "float[batch, 2, T, 3] input", {"w": (3, 2, 1, 1)}, "output = Conv(input, w)"),
-    "conv1d": ("float[batch, 2, T] input", {"w": (2, 2, 2)}, "output = Conv(input, w)"),
-    "convolution": (
-        "float[batch, 2, T, 2, 2] input", {"w": (2, 2, 2, 1, 2)}, "output = Conv(input, w)"),
-    "conv_transpose": (
-        "float[batch, 2, T, 2] input", {"w": (2, 2, 2, 2)},
+    ("conv2d", "kron_sua"): ("float[batch, 2, T, 3] input", "w(3,2,1,1)",
+        "output = Conv(input, w)"),
+    "conv1d": ("float[batch, 2, T] input", "w(2,2,2)", "output = Conv(input, w)"),
+    "convolution": ("float[batch, 2, T, 2, 2] input", "w(2,2,2,1,2)", "output = Conv(input, w)"),
+    "conv_transpose": ("float[batch, 2, T, 2] input", "w(2,2,2,2)",
         "output = ConvTranspose<strides=[2, 2]>(input, w)"),
-    "fully_connected_multi": (
-        "double[batch, T, 2] input",
-        {"w": (2, 2)},
+    "fully_connected_multi": ("double[batch, T, 2] input", "w(2,2)",
         _TURNED.format(2)
-        + "h = MatMul(input, w)  g = MatMul(turned, w)  output = Concat<axis=2>(h, g)",
-    ),
+        + "h = MatMul(input, w)  g = MatMul(turned, w)  output = Concat<axis=2>(h, g)"),
     "conv2d_multi": (*_USES, _TWICE.format("Conv")),
-    "convolution_multi": ("float[batch, 2, T] input", {"w": (2, 2, 2)}, _TWICE.format("Conv")),
+    "convolution_multi": ("float[batch, 2, T] input", "w(2,2,2)", _TWICE.format("Conv")),
     "conv_transpose_multi": (*_USES, _TWICE.format("ConvTranspose<strides=[2, 1]>")),
-    "grouped_convolution": (
-        "float[batch, 4, T, 2] input", {"w": (4, 2, 2, 1)}, "output = Conv<group=2>(input, w)"),
-    "grouped_convolution_multi": (
-        "float[batch, 2, T, 2] input", {"w": (2, 1, 2, 1)}, _TWICE.format("Conv<group=2>")),
-    "stacked_dense": (
-        "double[batch, T, 2, 1, 3] input", {"w": (2, 3, 2)}, "output = MatMul(input, w)"),
-    "embedding": ("int64[batch, T] input", {"w": (5, 2)}, "output = Gather(w, input)"),
-    "embedding_multi": (
-        "int64[batch, T] input",
-        {"w": (5, 2)},
+    "grouped_convolution": ("float[batch, 4, T, 2] input", "w(4,2,2,1)",
+        "output = Conv<group=2>(input, w)"),
+    "grouped_convolution_multi": ("float[batch, 2, T, 2] input", "w(2,1,2,1)",
+        _TWICE.format("Conv<group=2>")),
+    "stacked_dense": ("double[batch, T, 2, 1, 3] input", "w(2,3,2)", "output = MatMul(input, w)"),
+    "embedding": ("int64[batch, T] input", "w(5,2)", "output = Gather(w, input)"),
+    "embedding_multi": ("int64[batch, T] input", "w(5,2)",
         """last = Constant<value_int=4>()  turned = Sub(last, input)
-           h = Gather(w, input)  g = Gather(w, turned)  output = Concat<axis=2>(h, g)""",
-    ),
+           h = Gather(w, input)  g = Gather(w, turned)  output = Concat<axis=2>(h, g)"""),
     # Outputs of their own for the rows of ids and for products: no gradient has both.
-    "tied_embedding": (
-        "int64[batch, T] input",
-        {"w": (5, 1)},
+    "tied_embedding": ("int64[batch, T] input", "w(5,1)",
         """x = Cast<to=11>(input)  axis = Constant<value_ints=[2]>()  a = Unsqueeze(x, axis)
            t = Transpose<perm=[1, 0]>(w)  h = MatMul(a, t)  g = Gather(w, input)
-           output = Concat<axis=2>(g, h)""",
-    ),
-    "scale_and_shift": (
-        "double[batch, T, 3] input", {"w": (3,), "b": (3,)},
+           output = Concat<axis=2>(g, h)"""),
+    "scale_and_shift": ("double[batch, T, 3] input", "w(3) b(3)",
         "h = Mul(input, w)  s = Add(h, b)  output = Tanh(s)"),
-    "shift": ("double[batch, T, 3] input", {"b": (3,)}, "s = Add(input, b)  output = Tanh(s)"),
-    "generic": ("double[batch, T, 3] input", {"w": (3,)}, "h = Sin(w)  output = Mul(input, h)"),
-}  # fmt: skip
+    "shift": ("double[batch, T, 3] input", "b(3)", "s = Add(input, b)  output = Tanh(s)"),
+    "generic": ("double[batch, T, 3] input", "w(3)", "h = Sin(w)  output = Mul(input, h)"),
+}
+# fmt: on
 
 
 def network_of_any_length(kind, name):
@@ -186,18 +167,9 @@ def network_of_any_length(kind, name):
     entry = NETWORKS.get((kind, name)) or NETWORKS.get(kind)
     if entry is None:
         pytest.fail(f"add a network with a layer of kind '{kind}' to NETWORKS")
-    head, shapes, nodes = entry
+    head, weights, nodes = entry
     dtype, sides = head.split(" input")[0].split("[")
-    number = "float" if dtype == "float" else "double"
-    names = ", ".join(f"{number}[{', '.join(map(str, s))}] {n}" for n, s in shapes.items())
-    model = onnx.parser.parse_model(
-        f"""<ir_version: 8, opset_import: ["": 18]>
-        net ({head}) => ({number} output) <{names}> {{ {nodes} }}"""
-    )
-    rng = np.random.default_rng(0)
-    for weight, shape in shapes.items():
-        value = rng.normal(size=shape).astype("float32" if number == "float" else "float64")
-        model.graph.initializer.append(onnx.numpy_helper.from_array(value, weight))
+    model, rng = models.network(head, weights, nodes, " output"), np.random.default_rng(1)
     batches = []
     for length, scale in ((2, 1), (5, 2)):
         shape = [{"batch": 4, "T": length}.get(s) or int(s) for s in sides[:-1].split(", ")]

@@ -1,11 +1,10 @@
 """Every row of the table of approximations gives the results of one process over several ranks."""
 
-import numpy as np
-import onnx
 import pytest
 
 import kfac_engine as ke
 from kfac_engine.curvature.approximations import KINDS
+from tests import models
 from tests.comparing import assert_arrays_near
 from tests.distributed.test_distributions import DISTRIBUTIONS, assert_equal_to_one_process, batches
 
@@ -22,123 +21,59 @@ ROWS = [
 # which a dense layer follows. ONNX Runtime has no convolution in float64. Without a nonlinear
 # function, the output gradients of the first layer span two dimensions: rounding would determine
 # the other eigenvectors of "ekfac", and later gradients have parts along them.
+# fmt: off
 NETWORKS = {
-    "fully_connected": (
-        "float64[batch, 4] input",
-        {"w": (4, 5), "head": (5, 3)},
-        "h = MatMul(input, w)  features = Tanh(h)",
-    ),
-    "conv2d": (
-        "float[batch, 2, 5, 4] input",
-        {"w": (3, 2, 3, 3), "b": (3,), "head": (3, 3)},
-        "h = Conv(input, w, b)  features = GlobalAveragePool(h)",
-    ),
-    "conv1d": (
-        "float[batch, 2, 5] input",
-        {"w": (3, 2, 3), "head": (3, 3)},
-        "h = Conv(input, w)  features = GlobalAveragePool(h)",
-    ),
-    "convolution": (
-        "float[batch, 2, 3, 3, 3] input",
-        {"w": (3, 2, 2, 2, 2), "head": (3, 3)},
-        "h = Conv(input, w)  features = GlobalAveragePool(h)",
-    ),
-    "conv_transpose": (
-        "float[batch, 2, 3, 3] input",
-        {"w": (2, 3, 2, 2), "head": (3, 3)},
-        "h = ConvTranspose(input, w)  features = GlobalMaxPool(h)",
-    ),
-    "fully_connected_multi": (
-        "float64[batch, 4] input",
-        {"w": (4, 4), "head": (4, 3)},
-        "h = MatMul(input, w)  a = Tanh(h)  g = MatMul(a, w)  c = Tanh(g)  features = MatMul(c, w)",
-    ),
-    "conv2d_multi": (
-        "float[batch, 3, 5, 5] input",
-        {"w": (3, 3, 2, 2), "head": (3, 3)},
-        "h = Conv(input, w)  a = Tanh(h)  g = Conv(a, w)  features = GlobalAveragePool(g)",
-    ),
-    "convolution_multi": (
-        "float[batch, 3, 5] input",
-        {"w": (3, 3, 2), "head": (3, 3)},
-        "h = Conv(input, w)  a = Tanh(h)  g = Conv(a, w)  features = GlobalAveragePool(g)",
-    ),
-    "conv_transpose_multi": (
-        "float[batch, 3, 3, 2] input",
-        {"w": (3, 3, 2, 2), "head": (3, 3)},
+    "fully_connected": ("double[batch, 4] input", "w(4,5) head(5,3)",
+        "h = MatMul(input, w)  features = Tanh(h)"),
+    "conv2d": ("float[batch, 2, 5, 4] input", "w(3,2,3,3) b(3) head(3,3)",
+        "h = Conv(input, w, b)  features = GlobalAveragePool(h)"),
+    "conv1d": ("float[batch, 2, 5] input", "w(3,2,3) head(3,3)",
+        "h = Conv(input, w)  features = GlobalAveragePool(h)"),
+    "convolution": ("float[batch, 2, 3, 3, 3] input", "w(3,2,2,2,2) head(3,3)",
+        "h = Conv(input, w)  features = GlobalAveragePool(h)"),
+    "conv_transpose": ("float[batch, 2, 3, 3] input", "w(2,3,2,2) head(3,3)",
+        "h = ConvTranspose(input, w)  features = GlobalMaxPool(h)"),
+    "fully_connected_multi": ("double[batch, 4] input", "w(4,4) head(4,3)",
+        """h = MatMul(input, w)  a = Tanh(h)  g = MatMul(a, w)
+           c = Tanh(g)  features = MatMul(c, w)"""),
+    "conv2d_multi": ("float[batch, 3, 5, 5] input", "w(3,3,2,2) head(3,3)",
+        "h = Conv(input, w)  a = Tanh(h)  g = Conv(a, w)  features = GlobalAveragePool(g)"),
+    "convolution_multi": ("float[batch, 3, 5] input", "w(3,3,2) head(3,3)",
+        "h = Conv(input, w)  a = Tanh(h)  g = Conv(a, w)  features = GlobalAveragePool(g)"),
+    "conv_transpose_multi": ("float[batch, 3, 3, 2] input", "w(3,3,2,2) head(3,3)",
         """h = ConvTranspose(input, w)  a = Tanh(h)  g = ConvTranspose(a, w)
-           features = GlobalMaxPool(g)""",
-    ),
-    "grouped_convolution": (
-        "float[batch, 4, 4, 3] input",
-        {"w": (4, 2, 2, 2), "head": (4, 3)},
-        "h = Conv<group=2>(input, w)  features = GlobalAveragePool(h)",
-    ),
-    "grouped_convolution_multi": (
-        "float[batch, 4, 4, 3] input",
-        {"w": (4, 2, 2, 2), "head": (4, 3)},
+           features = GlobalMaxPool(g)"""),
+    "grouped_convolution": ("float[batch, 4, 4, 3] input", "w(4,2,2,2) head(4,3)",
+        "h = Conv<group=2>(input, w)  features = GlobalAveragePool(h)"),
+    "grouped_convolution_multi": ("float[batch, 4, 4, 3] input", "w(4,2,2,2) head(4,3)",
         """h = Conv<group=2>(input, w)  a = Tanh(h)  g = Conv<group=2>(a, w)
-           features = GlobalAveragePool(g)""",
-    ),
-    "stacked_dense": (
-        "float64[batch, 2, 1, 4] input",
-        {"w": (2, 4, 3), "head": (6, 3)},
-        "h = MatMul(input, w)  features = Tanh(h)",
-    ),
-    "embedding": (
-        "int64[batch] input",
-        {"w": (7, 4), "head": (4, 3)},
-        "features = Gather(w, input)",
-    ),
-    "embedding_multi": (
-        "int64[batch, 2] input",
-        {"w": (7, 4), "head": (4, 3)},
+           features = GlobalAveragePool(g)"""),
+    "stacked_dense": ("double[batch, 2, 1, 4] input", "w(2,4,3) head(6,3)",
+        "h = MatMul(input, w)  features = Tanh(h)"),
+    "embedding": ("int64[batch] input", "w(7,4) head(4,3)", "features = Gather(w, input)"),
+    "embedding_multi": ("int64[batch, 2] input", "w(7,4) head(4,3)",
         """first = Constant<value_int=0>()  second = Constant<value_int=1>()
            i = Gather<axis=1>(input, first)  j = Gather<axis=1>(input, second)
-           f = Gather(w, i)  g = Gather(w, j)  a = Tanh(g)  features = Sub(f, a)""",
-    ),
-    "tied_embedding": (
-        "int64[batch, 2] input",
-        {"w": (7, 4), "head": (14, 3)},
-        "f = Gather(w, input)  a = Tanh(f)  t = Transpose(w)  features = MatMul(a, t)",
-    ),
-    "scale_and_shift": (
-        "float64[batch, 4] input",
-        {"w": (4,), "b": (4,), "head": (4, 3)},
-        "h = Mul(input, w)  features = Add(h, b)",
-    ),
-    "shift": (
-        "float64[batch, 4] input",
-        {"b": (4,), "head": (4, 3)},
-        "h = Add(input, b)  features = Tanh(h)",
-    ),
-    "generic": (
-        "float64[batch, 4] input",
-        {"w": (4,), "head": (4, 3)},
-        "h = Sin(w)  features = Mul(input, h)",
-    ),
+           f = Gather(w, i)  g = Gather(w, j)  a = Tanh(g)  features = Sub(f, a)"""),
+    "tied_embedding": ("int64[batch, 2] input", "w(7,4) head(14,3)",
+        "f = Gather(w, input)  a = Tanh(f)  t = Transpose(w)  features = MatMul(a, t)"),
+    "scale_and_shift": ("double[batch, 4] input", "w(4) b(4) head(4,3)",
+        "h = Mul(input, w)  features = Add(h, b)"),
+    "shift": ("double[batch, 4] input", "b(4) head(4,3)", "h = Add(input, b)  features = Tanh(h)"),
+    "generic": ("double[batch, 4] input", "w(4) head(4,3)",
+        "h = Sin(w)  features = Mul(input, h)"),
 }
+# fmt: on
 
 
 def network(kind):
     """A classification network with a layer of a kind."""
     if kind not in NETWORKS:
         pytest.fail(f"add a network with a layer of kind '{kind}' to NETWORKS")
-    entry, shapes, nodes = NETWORKS[kind]
-    dtype = "float" if entry.startswith("float[") else "double"
-    entry = entry.replace("float64", "double")
-    names = ", ".join(f"{dtype}[{', '.join(map(str, s))}] {n}" for n, s in shapes.items())
-    text = f"""<ir_version: 8, opset_import: ["": 18]>
-        net ({entry}) => ({dtype}[batch, 3] output) <{names}> {{
-            {nodes}
-            flat = Flatten(features)
-            output = MatMul(flat, head)
-        }}"""
-    model, rng = onnx.parser.parse_model(text), np.random.default_rng(0)
-    for name, shape in shapes.items():
-        value = rng.normal(size=shape).astype("float32" if dtype == "float" else "float64")
-        model.graph.initializer.append(onnx.numpy_helper.from_array(value, name))
-    return model
+    entry, weights, nodes = NETWORKS[kind]
+    return models.network(
+        entry, weights, f"{nodes}  flat = Flatten(features)  output = MatMul(flat, head)"
+    )
 
 
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
