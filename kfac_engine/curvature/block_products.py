@@ -71,14 +71,14 @@ def check_products(products: Mapping[str, Array | Rows], backend: Backend, exp: 
     names = [*products]
 
     def refuse_unless(finite: Array) -> None:
-        if not finite.all():
+        if not all(finite):
             name = names[int(finite.argmin())]
             raise NonFiniteError(
                 f"the gradient of '{name}' times the Fisher matrix to the power {exp:g} overflows; "
                 f"raise the damping, or check the gradient and the data for huge numbers."
             )
 
-    flags = backend.are_finite([entries(product) for product in products.values()])
+    flags = backend.are_finite(list(map(entries, products.values())))
     backend.read_later(flags, refuse_unless)
 
 

@@ -97,7 +97,7 @@ class TracedParts:
     def __post_init__(self) -> None:
         """Run the model on a batch of one part; several parts are run when they are read."""
         if len(self.parts) == 1:
-            self.each(lambda trace: None)
+            self.each()
 
     @property
     def only(self) -> Trace:
@@ -105,14 +105,15 @@ class TracedParts:
         assert self._only is not None, "a batch of one part"
         return self._only
 
-    def each(self, do: Callable[[Trace], None]) -> None:
-        """Call a function with the evaluation of each part, one after the other."""
+    def each(self, do: Callable[[Trace], None] | None = None) -> None:
+        """Evaluate each part, one after the other, and call a function with its evaluation."""
         for index, part in enumerate(self.parts):
             try:
                 trace = self.evaluate(*part) if self._only is None else self._only
                 if len(self.parts) == 1:
                     self._only = trace
-                do(trace)
+                if do is not None:
+                    do(trace)
                 del trace
             except KfacError as error:
                 named = _with_part(error, self.parts, index)

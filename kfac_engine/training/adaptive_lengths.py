@@ -36,7 +36,7 @@ from kfac_engine.training.kfac_updates import (
     natural_gradients,
     quadratic_change,
 )
-from kfac_engine.training.optimizer import Rate, SlotArrays, evaluated_rate
+from kfac_engine.training.optimizer import Rate, SlotArrays, evaluated
 from kfac_engine.training.rules import (
     POLYNOMIAL,
     AdaptiveMoments,
@@ -58,7 +58,6 @@ from kfac_engine.training.vectors import (
     joined,
     parts,
     views_of,
-    where,
 )
 from kfac_engine.training.weight_roles import (
     BY_ADAM,
@@ -378,7 +377,7 @@ class AdaptiveLengthUpdate(Update):
         """
         if turn.back or step.corrections:
             return False
-        adam = step.scale * evaluated_rate(self.adam_rate, step.step)
+        adam = step.scale * evaluated(self.adam_rate, step.step)
         unit = max([1.0, *step.spreads.values()]) / _SMALL
         if max(adam, step.rate) * step.decay * self.weight_decay > 1 or adam * unit > 1e6:
             return False
@@ -462,7 +461,8 @@ class AdaptiveLengthUpdate(Update):
         least = self._least_squares({n: p for n, p in natural.items() if n not in known}, step)
         least |= {name: bound for name, (*_, bound) in known.items() if bound is not None}
         slopes, squares = products()
-        self._remember(step, descent, squares, least)
+        if self.turns:
+            self._remember(step, descent, squares, least)
         bounded = dict(squares)
         for names in squares if least else ():
             if not least.keys().isdisjoint(names):
@@ -477,7 +477,7 @@ class AdaptiveLengthUpdate(Update):
     ) -> None:
         """Write ``measured``."""
         self.measured.clear()
-        for names, numbers in squares.items() if self.turns else ():
+        for names, numbers in squares.items():
             for name, square in by_name(numbers, names, step.slots["slope"]).items():
                 direction = descent.natural[name]
                 wide = direction is descent.active[name] and name in self.turns
@@ -572,7 +572,7 @@ class AdaptiveLengthUpdate(Update):
                 sums |= by_name(along, names, step.slots["slope"])
         due = dict.fromkeys(self.widths, turn.onward)
         for name, of_weight in self.turns.items():
-            always: Any = self._rows(name, step.examples) >= self.widths[name]
+            always: Any = step.examples * self._rows(name) >= self.widths[name]
             if not is_recorded(always) and always:
                 continue
             in_turn = np.logical_or(number == 0, (number + of_weight) % 2 == 0)
@@ -581,10 +581,10 @@ class AdaptiveLengthUpdate(Update):
             due[name] = turns if turn.onward is True else np.logical_and(turns, turn.onward)
         return due
 
-    def _rows(self, name: str, examples: Any) -> Any:
-        """Return the number of rows of a batch in the factors of a weight."""
+    def _rows(self, name: str) -> Any:
+        """Return the number of rows of an example in the factors of a weight."""
         factor = self.blocks[name].factors[:2][-1]  # the rows of the outputs have no weights
-        return examples * (factor.repeats or self.repeats.get(name, 1.0))
+        return factor.repeats or self.repeats.get(name, 1.0)
 
     def _natural_gradients(
         self,
@@ -624,7 +624,7 @@ class AdaptiveLengthUpdate(Update):
         step: StepInputs,
     ) -> dict[str, Array]:
         """Return new directions of some weights; ``small`` are averages that are known already."""
-        groups = {self.groups[name] for name in portion}
+        groups = set(map(self.groups.__getitem__, portion))
         blocks = {n: g for n, g in step.gradients.items() if self.groups.get(n) in groups}
         averages = {**small, **self._ahead(step, joint, blocks.keys() - small.keys(), decay)}
         vectors = {name: averages[name] for name in blocks}
@@ -727,20 +727,20 @@ class AdaptiveLengthUpdate(Update):
         """Return the number of Newton–Schulz iterations of a weight, or a recorded number."""
         side = self.sides[name]
         of_one = 2 * side if side >= _SMALL_SIDE else _ROWS_OF_SMALL
-        iterations = self._rows(name, examples) / of_one
+        iterations = examples * self._rows(name) / of_one
         return int(min(iterations, _ITERATIONS)) if isinstance(iterations, float) else iterations
 
     def _kind(self, name: str, matrices: Array, iterations: Any) -> tuple[Any, ...]:
         """Return the key of a weight; one stack orthogonalizes the weights of equal keys."""
         if is_recorded(iterations):  # equal numbers of rows give equal numbers of iterations
-            return (*matrices.shape[1:], self.sides[name], self._rows(name, 1.0))
+            return (*matrices.shape[1:], self.sides[name], self._rows(name))
         return (*matrices.shape[1:], iterations)
 
     def _by_adam(
         self, names: tuple[str, ...], value: Array, mean: Array, parameter: Array, step: StepInputs
     ) -> None:
         """Write the new values of units in place of their gradients."""
-        rate = step.scale * evaluated_rate(self.adam_rate, step.step)
+        rate = step.scale * evaluated(self.adam_rate, step.step)
         old = block_of(step.slots["second_moment"], names)
         new = block_of(step.new_slots["second_moment"], names)
         shrunk = 1 - rate * step.decay * self.weight_decay
@@ -774,7 +774,7 @@ class AdaptiveLengthUpdate(Update):
             logs[...] = _next_logs(log_length, slope, last[names], step.scale, turn.far)
             norms = squares[names] ** 0.5
             scaled = self._rates(names, step) * np.exp(logs) / (norms + (norms == 0))
-            block_of(new["step_size"], names)[...] = where(turn.back, 0.0, scaled)
+            block_of(new["step_size"], names)[...] = np.where(turn.back, 0.0, scaled)
             block_of(new["slope"], names)[...] = slopes[names]
             for name in names:
                 if due[name] is not True:
@@ -789,7 +789,7 @@ class AdaptiveLengthUpdate(Update):
         ``weight`` is that of the gradient in the slopes.
         """
         sizes, fall = step.new_slots["step_size"], self._fall(step.new_slots)
-        fewest = min((self._rows(name, 1.0) for name in self.roots), default=1.0)
+        fewest = min(map(self._rows, self.roots), default=1.0)
         most = _OF_LOSS * fewest * step.examples * weight * np.abs(step.loss)
         far = fall > most
         if is_recorded(far) or far:
@@ -899,7 +899,7 @@ def _next_logs(
     ratios = next_slopes / np.where(slopes > 0, slopes, inf)
     agreements = np.minimum(np.maximum(ratios, -1.0), 1.0)
     grown = (1 - _DECAY) * logs + _GAIN * np.minimum(scale, 1.0) * agreements
-    new = where(goes_back, logs - _CUT, grown)
+    new = np.where(goes_back, logs - _CUT, grown)
     result: Array = np.minimum(np.maximum(new, log(_LEAST)), log(_LARGEST))
     return result
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from kfac_engine.backend.namespace import is_recorded
 from kfac_engine.training.optimizer import SlotArrays
-from kfac_engine.training.vectors import Products, Vector, Zeros, block_of, where
+from kfac_engine.training.vectors import Products, Vector, Zeros, block_of
 
 # Steps between two measurements: an odd number, because gradients may alternate.
 _PERIOD = 7
@@ -88,7 +88,7 @@ class AverageSpan:
             for slot, of_step in zip(_SQUARES, squares, strict=True):
                 before = block_of(old[slot], names)
                 means.append(_DECAY * before + (1 - _DECAY) * of_step[names])
-                block_of(new[slot], names)[...] = where(due, means[-1], before)
+                block_of(new[slot], names)[...] = np.where(due, means[-1], before)
             known = np.logical_and(means[0] > 0, np.isfinite(means[0]))
             ratios = np.where(known, means[1], 0.0) / np.where(known, means[0], 1.0)
             total, count = total + ratios.sum(), count + np.where(known, 1.0, 0.0).sum()
@@ -97,4 +97,4 @@ class AverageSpan:
         last: Any = old["log_span"][_MATRICES]
         longest = max(log(_LONGEST * (1 - self.momentum)), 0.0)
         moved = np.minimum(np.maximum(last + _RATE * change, 0.0), longest)
-        new["log_span"][_MATRICES][...] = where(due, np.where(count > 0, moved, last), last)
+        new["log_span"][_MATRICES][...] = np.where(due, np.where(count > 0, moved, last), last)

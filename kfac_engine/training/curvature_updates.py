@@ -205,7 +205,7 @@ class CurvatureUpdates:
         if not (due.statistics or due.refreshes):
             return ()
         self.planner.advance(due)
-        return tuple([self._names[key] for key in due.refreshes])
+        return tuple(map(self._names.__getitem__, due.refreshes))
 
     def restart(self, step: int) -> Callable[[], None]:
         """Restart all periods at a step, in which all is due; return a function that undoes it."""

@@ -87,7 +87,7 @@ class FeatureBounds:
         powers = step.new_slots[POWERS][POWERS]
         share = step.features / step.examples
         # The shares of the power 0 are one, unless parts of the batch have been left out.
-        share = np.where(share[:1] > _WHOLE, share, np.zeros_like(share))
+        share = np.where(share[:1] > _WHOLE, share, 0.0)
         combine(powers, _MEMORY, step.slots[POWERS][POWERS], 1 - _MEMORY, share)
         rare, means, limits = _activity(powers)
         known = not is_recorded(rare)

@@ -23,7 +23,7 @@ from kfac_engine.training.optimizer import (
     SlotArrays,
     StepReport,
     check_rate,
-    evaluated_rate,
+    evaluated,
 )
 from kfac_engine.training.rules import AdaptiveMoments, HeavyBall, Orthogonalized, Rule
 from kfac_engine.training.units import Units
@@ -91,7 +91,7 @@ class _FirstOrder(Optimizer):
         self, batch: Sequence[Batch], scale: float, clock: StageClock, undo: Undo
     ) -> Proposal:
         del undo
-        rate = evaluated_rate(self._learning_rate, self.steps)
+        rate = evaluated(self._learning_rate, self.steps)
         loss, gradients = self._gradients(batch, clock)
         parameters = self._parameters()
         rates = {n: scale * r for n, r in self._rates(rate, self.steps).items()}
@@ -137,7 +137,7 @@ class _FirstOrder(Optimizer):
         Gradients may be overwritten. ``slots`` are the old state, and the arrays that receive the
         new one. ``scale`` is the value of the schedule.
         """
-        rates = self._rates(evaluated_rate(self._learning_rate, steps), steps)
+        rates = self._rates(evaluated(self._learning_rate, steps), steps)
         decay, decoupled, units = self._weight_decay, self._setting.decoupled, self._setting.units
         values, gradients = units.split(parameters), units.split(gradients)
         recorded = any(map(is_recorded, gradients.values()))
@@ -293,7 +293,7 @@ class Muon(_FirstOrder):
         self._set_up(_Setting(units, rules, True, momentum))
 
     def _rates(self, rate: float, steps: int) -> dict[str, float]:
-        adam_rate = evaluated_rate(self._adam_rate, steps)
+        adam_rate = evaluated(self._adam_rate, steps)
         rules = self._setting.rules
         return {n: rate if isinstance(rules[n], Orthogonalized) else adam_rate for n in rules}
 

@@ -34,7 +34,7 @@ from kfac_engine.training.optimizer import (
     Rate,
     SlotArrays,
     StepReport,
-    evaluated_rate,
+    evaluated,
 )
 from kfac_engine.training.vectors import Vector, Zeros, dot
 
@@ -390,7 +390,7 @@ class GaussNewton(Optimizer):
         self, batch: Sequence[Batch], scale: float, clock: StageClock, undo: Undo
     ) -> Proposal:
         del undo  # after each try, the engine has its old parameters
-        rate = scale * evaluated_rate(self._learning_rate, self.steps)
+        rate = scale * evaluated(self._learning_rate, self.steps)
         loss = self._differentiated(batch, clock, losses_alone=True).loss
         parameters, slots = self._parameters(), self._new_slots()
         step = StepInputs(

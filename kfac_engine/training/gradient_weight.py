@@ -57,7 +57,7 @@ class GradientWeight:
         usual: Any = old[_SQUARES][_MATRICES]
         of_step: Any = joined(squares, [*squares])
         of_step = np.where(np.isfinite(of_step), of_step, usual)
-        known = np.logical_and(usual > 0, of_step > 0)
+        known = np.minimum(usual, of_step) > 0
         logs = np.log(np.where(known, of_step, 1.0)) - np.log(np.where(known, usual, 1.0))
         mean = logs.sum() / np.maximum(np.where(known, 1.0, 0.0).sum(), 1.0)
         weight = np.minimum(_LONGEST * np.exp(-0.5 * mean), 1.0)

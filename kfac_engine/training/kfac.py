@@ -55,7 +55,7 @@ from kfac_engine.training.optimizer import (
     SlotArrays,
     StepReport,
     check_rate,
-    evaluated_rate,
+    evaluated,
 )
 from kfac_engine.training.quadratic_update import QuadraticUpdate
 from kfac_engine.training.repeated_batch import RepeatedBatch, divided, mark, mark_of_rest
@@ -415,8 +415,8 @@ class KfacOptimizer(Optimizer):
 
     def _add_penalties(self, gradients: dict[str, Array], values: Vector, basis: Basis) -> bool:
         """Add the gradients of the penalties to those of the loss; return whether there are any."""
-        of_rule = self._rule is self._given
-        strengths = self._shrinkage.strengths(basis.evidence) if of_rule else {}
+        shrinks = self._rule is self._given and self._shrinkage.blocks
+        strengths = self._shrinkage.strengths(basis.evidence) if shrinks else {}
         for name, strength in strengths.items():
             add_multiple(gradients[name], strength, values[name])
         for name, gradient in gradients.items() if self._l2 else ():
@@ -437,7 +437,9 @@ class KfacOptimizer(Optimizer):
 
         A caller replaces the fields ``batch`` and ``clock``.
         """
-        rule, signal = self._rule, 1.0
+        rule, signal, momentum = self._rule, 1.0, self._rule.momentum
+        if momentum is not None:
+            momentum = evaluated(momentum, steps, "momentum", "[0, 1)")
         if residuals is not None:
             signal = np.minimum(residuals.size() / _SMALL_RESIDUALS, 1.0)
         if rule is self._given:
@@ -451,7 +453,7 @@ class KfacOptimizer(Optimizer):
             loss=facts.loss,
             rate=self._rate(scale * self._longer(facts.examples, facts.scarcity), steps),
             scale=scale,
-            momentum=evaluated_momentum(rule.momentum, steps),
+            momentum=momentum,
             damping=self._damping,
             l2=self._l2,
             batch=(),
@@ -506,7 +508,7 @@ class KfacOptimizer(Optimizer):
     def _rate(self, scale: Any, steps: int) -> Any:
         """Return the learning rate after a number of steps, times a scale."""
         if self._rule.rate is None:
-            return scale * evaluated_rate(self._learning_rate, steps)
+            return scale * evaluated(self._learning_rate, steps)
         # A schedule suppresses noise, which exact steps do not have.
         return self._restraint * self._rule.rate if scale else 0.0
 
@@ -880,15 +882,6 @@ def _check_rule(rule: object, momentum: object) -> None:
             raise InputError("momentum='quadratic' needs learning_rate='quadratic'.")
     elif rule == AUTO or not callable(momentum):
         check_number("momentum", momentum, "[0, 1)")
-
-
-def evaluated_momentum(momentum: Rate | None, step: int) -> float | None:
-    """Return the momentum of a step; an InputError unless it is None or lies in [0, 1)."""
-    if not callable(momentum):  # it was checked when it was set
-        return None if momentum is None else float(momentum)
-    value = momentum(step)
-    check_number(f"the momentum of step {step}", value, "[0, 1)")
-    return float(value)
 
 
 def _rule_of(learning_rate: object) -> str | None:

@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple, NoReturn, TypeAlias
 import numpy as np
 
 from kfac_engine._types import Array, DType
-from kfac_engine.arguments import check_at_least_zero, check_choice
+from kfac_engine.arguments import check_at_least_zero, check_choice, check_number
 from kfac_engine.datasets.examples import Batch
 from kfac_engine.engine.batch_parts import Inputs
 from kfac_engine.engine.engine import Engine
@@ -233,7 +233,7 @@ class Optimizer(Summarized, Sealed, ABC):
             if self._non_finite == "raise":
                 raise
             self.skipped += 1
-            rate = scale * evaluated_rate(self._learning_rate, self.steps)
+            rate = scale * evaluated(self._learning_rate, self.steps)
             return StepReport(nan, rate, skipped=True, seconds=clock.seconds)
         in_place = proposal.slots is self._slots
         self._slots, self._spare_slots = proposal.slots, {} if in_place else self._slots
@@ -441,7 +441,7 @@ class Optimizer(Summarized, Sealed, ABC):
         backend = self.engine.collection.backend
 
         def refuse_unless(slot: str, finite: Array) -> None:
-            if finite.all():
+            if all(finite):
                 return
             with self.engine.passes.history.explain():
                 raise NonFiniteError(
@@ -465,15 +465,17 @@ def check_rate(name: str, value: object) -> None:
         check_at_least_zero(name, value)
 
 
-def evaluated_rate(rate: Rate, step: int) -> float:
-    """Return the learning rate of a step, and check that it is finite and at least zero.
+def evaluated(
+    rate: Rate, step: int, what: str = "learning rate", within: str = "[0, inf)"
+) -> float:
+    """Return the learning rate of a step, or another number; a function's value is checked.
 
     A rate is a number, or a function of the number of steps so far.
     """
     if not callable(rate):  # it was checked when it was set
         return float(rate)
     value = rate(step)
-    check_at_least_zero(f"the learning rate of step {step}", value)
+    check_number(f"the {what} of step {step}", value, within)
     return float(value)
 
 

@@ -6,7 +6,7 @@ that exist.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import chain
+from itertools import chain, starmap
 from math import prod
 from typing import Any, TypeAlias, TypeVar
 
@@ -63,13 +63,6 @@ def combine_all(
         combine(*arguments)
 
 
-def where(condition: Any, chosen: Any, other: Any) -> Any:
-    """Return ``chosen`` where ``condition``, a bool or an array, holds, and ``other`` elsewhere."""
-    if isinstance(condition, bool):
-        return chosen if condition else other
-    return np.where(condition, chosen, other)
-
-
 def dot(left: Vector, right: Vector) -> float:
     """Return the inner product of two vectors; the names of the first one count."""
     return sum(float(np.vdot(array, right[name])) for name, array in left.items())
@@ -80,6 +73,8 @@ def inner_products(pairs: Sequence[tuple[Array, Array]]) -> list[Any]:
 
     An array of several pairs is read from memory once.
     """
+    if pairs[0][0].size <= _PART:
+        return [*starmap(np.vdot, pairs)]
     ranges = parts(*chain(*pairs))
     addends = [[*map(np.vdot, views[::2], views[1::2])] for views in ranges]
     return addends[0] if len(addends) == 1 else [*np.sum(addends, axis=0)]

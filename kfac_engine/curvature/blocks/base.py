@@ -244,8 +244,10 @@ class FisherBlock(ABC):
         Raises:
             NotReadyError: No batch was measured.
         """
-        means = (factor.trace() / factor.side for factor in self.factors)
-        return prod(max(mean, LEAST_EIGENVALUE) for mean in means)
+        mean = 1.0
+        for factor in self.factors:
+            mean *= max(factor.trace() / factor.side, LEAST_EIGENVALUE)
+        return mean
 
     def factor_dampings(self) -> tuple[Level | None, ...]:
         """Return the damping that is added to each factor; None for a factor without damping.
