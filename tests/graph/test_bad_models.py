@@ -135,6 +135,7 @@ BROKEN: dict[str, tuple[Callable[[onnx.ModelProto], object], tuple[str, ...]]] =
     "no_opset": (set_opset(0), ("operator set 0",)),
     "unknown_operator": (lambda m: setattr(m.graph.node[1], "op_type", "Tanhh"), ("Tanhh",)),
     "missing_operand": (lambda m: m.graph.node[0].input.__delitem__(slice(None)), ("Gemm",)),
+    "missing_step": (lambda m: setattr(m.graph.node[1], "op_type", "Range"), ("Range",)),
     "wrong_attribute": (
         lambda m: m.graph.node[0].attribute.append(helper.make_attribute("beta", "much")),
         ("beta",)),

@@ -148,9 +148,10 @@ def _product(index: int) -> Callable[[_Known], float]:
 
 
 def _range(known: _Known) -> float:
-    start, limit, step = (None if a is None or a.size != 1 else float(a.item()) for a in known)
-    if start is None or limit is None or not step:
+    operands = [float(a.item()) for a in known if a is not None and a.size == 1]
+    if len(operands) != 3 or not operands[2]:
         return 1.0
+    start, limit, step = operands
     return (limit - start) / step
 
 
