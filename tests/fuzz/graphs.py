@@ -1,4 +1,4 @@
-"""Random models: valid graphs of float64 operators, and damaged ones.
+"""Random models: valid graphs of float64 operators.
 
 Data flows from the input ``x`` of shape ``(n, 4, 6)``; every value made from it keeps the batch on
 its first axis, so that a model serves any batch. Parameters enter on the way.
@@ -69,7 +69,6 @@ class Draft:
 
 # -- steps -----------------------------------------------------------------------------------------
 
-# ONNX Runtime has these in float64.
 # ONNX Runtime has these in float64.
 UNARY = ("Tanh", "Sigmoid", "Sin", "Cos", "Neg", "Identity", "Abs", "Relu")
 BOUNDED = {"Exp": (-2, 2), "Sqrt": (0.5, 3), "Log": (0.5, 3), "Reciprocal": (0.5, 2)}
@@ -304,86 +303,3 @@ def random_model(seed: int) -> onnx.ModelProto:
     for _ in range(int(draft.rng.integers(2, 14))):
         draft.rng.choice(np.array(STEPS, object))(draft)
     return draft.model()
-
-
-# -- damage ----------------------------------------------------------------------------------------
-
-
-def _drop_node(model: onnx.ModelProto, rng: np.random.Generator) -> None:
-    del model.graph.node[int(rng.integers(0, len(model.graph.node)))]
-
-
-def _repeat_node(model: onnx.ModelProto, rng: np.random.Generator) -> None:
-    model.graph.node.append(model.graph.node[int(rng.integers(0, len(model.graph.node)))])
-
-
-def _swap_operator(model: onnx.ModelProto, rng: np.random.Generator) -> None:
-    nodes = model.graph.node
-    node = nodes[int(rng.integers(0, len(nodes)))]
-    known = ["Tanh", "Add", "MatMul", "Conv", "Loop", "Resize", "NoSuchOp", "Dropout", "Split"]
-    node.op_type = str(rng.choice(known))
-
-
-def _rewire(model: onnx.ModelProto, rng: np.random.Generator) -> None:
-    nodes = model.graph.node
-    node = nodes[int(rng.integers(0, len(nodes)))]
-    names = ["", "x", "nowhere", *(n.name for n in model.graph.initializer)]
-    names += [name for other in nodes for name in other.output]
-    node.input[int(rng.integers(0, len(node.input)))] = str(rng.choice(names))
-
-
-def _change_attribute(model: onnx.ModelProto, rng: np.random.Generator) -> None:
-    nodes = [node for node in model.graph.node if node.attribute]
-    if not nodes:
-        return _rewire(model, rng)
-    entries = nodes[int(rng.integers(0, len(nodes)))].attribute
-    entry = entries[int(rng.integers(0, len(entries)))]
-    if rng.random() < 0.3:
-        entry.name = "no_such_attribute"
-    entry.i = int(rng.integers(-3, 4))
-    return None
-
-
-def _change_constant(model: onnx.ModelProto, rng: np.random.Generator) -> None:
-    entries = model.graph.initializer
-    entry = entries[int(rng.integers(0, len(entries)))]
-    array = numpy_helper.to_array(entry)
-    changed = [
-        array.reshape(-1),
-        array[None],
-        array.astype(np.float32),
-        array.astype(np.int64),
-        np.zeros_like(array),
-        array + 1,
-        array[..., :0] if array.ndim else array,
-    ]
-    new = changed[int(rng.integers(0, len(changed)))]
-    entry.CopyFrom(numpy_helper.from_array(np.ascontiguousarray(new), entry.name))
-
-
-def _change_border(model: onnx.ModelProto, rng: np.random.Generator) -> None:
-    border = model.graph.input[0] if rng.random() < 0.5 else model.graph.output[0]
-    form = border.type.tensor_type
-    if rng.random() < 0.5:
-        form.elem_type = int(rng.choice([1, 7, 9, 11, 16, 99]))
-    else:
-        form.shape.dim.add().dim_value = int(rng.integers(-2, 4))
-
-
-def _change_version(model: onnx.ModelProto, rng: np.random.Generator) -> None:
-    model.opset_import[0].version = int(rng.choice([1, 6, 11, 13, 18, 23, 26, 40]))
-
-
-DAMAGES = (_drop_node, _repeat_node, _swap_operator, _rewire, _rewire, _change_attribute,
-           _change_attribute, _change_constant, _change_constant, _change_border,
-           _change_version)  # fmt: skip
-
-
-def damaged_model(seed: int) -> onnx.ModelProto:
-    """A random model with one to three random faults; some do no harm."""
-    rng = np.random.default_rng([seed, 1])
-    model = random_model(seed)
-    for _ in range(int(rng.integers(1, 4))):
-        if model.graph.node:
-            rng.choice(np.array(DAMAGES, object))(model, rng)
-    return model

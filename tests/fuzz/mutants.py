@@ -89,11 +89,11 @@ _OPERATORS = """
 """.split()  # noqa: SIM905 (a list literal would be twenty lines)
 
 
-def mutated(seed: int) -> onnx.ModelProto:
-    """A model of ``BASES`` with a few faults; what they are follows from the seed."""
+def mutated(seed: int, base: str | None = None) -> onnx.ModelProto:
+    """A model of ``BASES``, or the named one, with a few faults; the seed decides."""
     rng = np.random.default_rng(seed)
     model = onnx.ModelProto()
-    model.CopyFrom(BASES[str(rng.choice(list(BASES)))](seed))
+    model.CopyFrom(BASES[base or str(rng.choice(list(BASES)))](seed))
     for _ in range(int(rng.integers(1, 4))):
         mutation = MUTATIONS[int(rng.integers(len(MUTATIONS)))]
         try:

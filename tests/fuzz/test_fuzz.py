@@ -22,4 +22,6 @@ def test_random_graph_has_correct_gradient_or_raises_error(kind, first):
         except Exception as failure:
             raise AssertionError(f"seed {seed} of {kind}") from failure
     # Otherwise the test would hold of a library that refuses everything.
-    assert outcomes["right"] >= {"valid": EACH - 5, "damaged": 5}[kind], outcomes
+    if kind == "valid":
+        assert outcomes["right"] >= EACH - 5, outcomes
+        assert not outcomes["not for the runtime"], outcomes
