@@ -138,9 +138,9 @@ def check_arrays(values: object) -> None:
 _MOST_COUNTED = 2**53
 
 
-def is_count(value: object, least: int = 0) -> bool:
+def is_count(value: object) -> bool:
     """Return whether a value of a file is a whole number that a counter can have."""
-    return type(value) is int and least <= value <= _MOST_COUNTED
+    return type(value) is int and 0 <= value <= _MOST_COUNTED
 
 
 def is_amount(value: object) -> bool:

@@ -5,6 +5,7 @@ from itertools import chain, count
 from typing import Any, Literal, TypeAlias
 
 from kfac_engine._types import OfValues, Values
+from kfac_engine.arguments import check_choice
 from kfac_engine.errors import InputError, RegistrationError, UnknownNameError
 from kfac_engine.losses.base import LossFunction
 from kfac_engine.losses.bernoulli import MultiBernoulliNegativeLogProbLoss
@@ -203,11 +204,8 @@ class LossMethods(LossCollection):
         Raises:
             InputError: A mode is unknown.
         """
-        if target_mode not in ("data", "sample") or coeff_mode not in _COEFFICIENT:
-            raise InputError(
-                f"target_mode must be 'data' or 'sample', and coeff_mode one of "
-                f"{', '.join(_COEFFICIENT)}; got '{target_mode}' and '{coeff_mode}'."
-            )
+        check_choice("target_mode", target_mode, ("data", "sample"))
+        check_choice("coeff_mode", coeff_mode, _COEFFICIENT)
         weighted: list[OfValues[float]] = []
         for loss in chain(*self._losses.values()):
             k, tower = _COEFFICIENT[coeff_mode](loss.coefficient), loss.function

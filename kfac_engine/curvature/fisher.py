@@ -18,6 +18,7 @@ import numpy as np
 from kfac_engine._types import Array, Rows
 from kfac_engine.arguments import (
     check_bool,
+    check_choice,
     check_int,
     check_list,
     check_number,
@@ -38,7 +39,7 @@ from kfac_engine.curvature.factors.refresh import UNDIVIDED, Division
 from kfac_engine.curvature.schedule import Due, GrowingPlanner, Planner, Schedule, Work
 from kfac_engine.curvature.sources import ExampleGradients, MeasuredBatch, Scales, Sources, Trace
 from kfac_engine.distributed.shards import RowRange
-from kfac_engine.errors import InputError, UnknownNameError, UnsupportedError, suggestion
+from kfac_engine.errors import InputError, UnknownNameError, UnsupportedError
 from kfac_engine.layers.parameter_slices import ParameterSlice, is_whole, join, split
 from kfac_engine.sealed import Sealed
 
@@ -47,11 +48,7 @@ def check_options(
     variables: object, cov_ema_decay: float, exps: object, estimation_mode: object
 ) -> None:
     """Refuse options of a wrong type or outside their range, with an InputError."""
-    if not isinstance(estimation_mode, str) or estimation_mode not in MODES:
-        raise InputError(
-            f"unknown estimation_mode '{estimation_mode}'{suggestion(estimation_mode, MODES)}; "
-            f"choose one of: {', '.join(MODES)}."
-        )
+    check_choice("estimation_mode", estimation_mode, MODES)
     check_texts("variables", variables, "['w', 'b']")
     for exp in check_list("exps", exps, "(-1,)"):
         check_number("each of exps", exp)

@@ -28,7 +28,7 @@ from kfac_engine.engine.batch_shards import check_communicator
 from kfac_engine.engine.loss_bindings import LossChoices, LossOptions
 from kfac_engine.errors import InputError, UnknownNameError, suggestion
 from kfac_engine.graph.passes.upcast import GradientDType
-from kfac_engine.losses.objective import Reduction, check_reduction
+from kfac_engine.losses.objective import REDUCTIONS, Reduction
 from kfac_engine.runtime.cpu.graph_passes import chosen_passes
 
 # What dictionaries among the options look like, for messages.
@@ -134,7 +134,7 @@ class EngineOptions:
 
     def __post_init__(self) -> None:
         """Check the values."""
-        check_reduction(self.reduction)
+        check_choice("reduction", self.reduction, REDUCTIONS)
         self.losses  # noqa: B018 (they check themselves)
         self._check_curvature()
         for name in ("trainable", "freeze"):

@@ -52,7 +52,7 @@ from kfac_engine.graph.passes.upcast import GradientDType, in_types, result_type
 from kfac_engine.graph.structure import Fact, Graph, Input, Node, values_read
 from kfac_engine.graph.webgpu import PROVIDERS, Provider, for_webgpu
 from kfac_engine.graph.write import ModelProto, build_model
-from kfac_engine.losses.objective import Reduction, check_reduction
+from kfac_engine.losses.objective import REDUCTIONS, Reduction
 from kfac_engine.losses.output import OutputLoss
 from kfac_engine.runtime.example_axis import with_batch_axes
 from kfac_engine.runtime.lower import lowered, with_taken_branches
@@ -123,7 +123,7 @@ def differentiate(  # noqa: PLR0913 (every choice a user has, each with a defaul
             needs numbers that are known in a run only.
         ModelError: The output depends on none of ``wrt``.
     """
-    check_reduction(reduction)
+    check_choice("reduction", reduction, REDUCTIONS)
     check_choice("provider", provider, PROVIDERS)
     target_inputs = TargetInputs(probabilities, weights, mask)
     check_patterns("wrt", wrt)

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kfac_engine._types import Array
-from kfac_engine.arguments import check_int, check_list
+from kfac_engine.arguments import check_choice, check_int, check_list
 from kfac_engine.backend.namespace import array_module
 from kfac_engine.errors import InputError, ShapeError
 from kfac_engine.layers.packing import Packing
@@ -182,8 +182,7 @@ def convolution_form(  # noqa: PLR0913 (all parameters of a convolution)
         )
     last, first = f"N{spatial}C", f"NC{spatial}"
     data_format = data_format or last
-    if data_format not in (last, first):
-        raise InputError(f"data_format is '{data_format}'; choose '{last}' or '{first}'.")
+    check_choice("data_format", data_format, (last, first))
     if not isinstance(padding, str):
         for pair in check_list("padding", padding, "((1, 1), (1, 1)) or 'SAME'"):
             check_list("each of padding", pair, "(1, 1)")
@@ -222,8 +221,7 @@ def transposed_form(
     spatial = _SPATIAL.get(len(filter_shape) - 2, "")
     last, first = f"{spatial}OI", f"IO{spatial}"
     weight_format = weight_format or last
-    if weight_format not in (last, first):
-        raise InputError(f"weight_format is '{weight_format}'; choose '{last}' or '{first}'.")
+    check_choice("weight_format", weight_format, (last, first))
     adjoint = convolution_form(
         filter_shape,
         has_bias=False,

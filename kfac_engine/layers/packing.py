@@ -7,6 +7,7 @@ from types import ModuleType
 from typing import ClassVar
 
 from kfac_engine._types import Array, Rows, Vector
+from kfac_engine.arguments import check_choice
 from kfac_engine.backend.namespace import recordable
 from kfac_engine.errors import InputError, ShapeError, UnsupportedError
 
@@ -70,11 +71,7 @@ class Packing:
 
     def __post_init__(self) -> None:
         """Check that the format is known."""
-        if self.weight_format not in _LAYOUTS:
-            raise InputError(
-                f"unknown weight_format '{self.weight_format}'; choose one of: "
-                f"{', '.join(_LAYOUTS)}."
-            )
+        check_choice("weight_format", self.weight_format, _LAYOUTS)
 
     @property
     def axes(self) -> tuple[int, ...]:

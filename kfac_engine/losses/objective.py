@@ -539,12 +539,3 @@ def _counted(total: Any, together: Any) -> Any:
     if is_recorded(total):
         return np.where((total > 0) | (together == 0), total, 1)
     return total if total > 0 else 1
-
-
-def check_reduction(reduction: str) -> None:
-    """Check that a reduction is in ``REDUCTIONS``."""
-    if not isinstance(reduction, str) or reduction not in REDUCTIONS:
-        raise InputError(
-            f"unknown reduction '{reduction}'{suggestion(reduction, REDUCTIONS)}; choose one of: "
-            f"{', '.join(REDUCTIONS)}."
-        )

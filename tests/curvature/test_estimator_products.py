@@ -252,7 +252,7 @@ def test_an_estimator_needs_losses_a_known_mode_and_all_parameters():
     with pytest.raises(ValueError, match="at least one registered loss"):
         estimator_of(layers())
     with pytest.raises(
-        ValueError, match=r"unknown estimation_mode 'exactly' .*; choose one of: .*exact"
+        ValueError, match=r"estimation_mode must be one of .*exact.*; got 'exactly' .*exact"
     ):
         estimate(mode="exactly")
     with pytest.raises(ValueError, match="Batch size needs to be passed"):

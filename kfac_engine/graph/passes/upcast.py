@@ -13,7 +13,8 @@ import onnx
 from onnx import AttributeProto, TensorProto, helper
 
 from kfac_engine._types import Array, DType
-from kfac_engine.errors import InputError, NonFiniteError, UnsupportedError
+from kfac_engine.arguments import check_choice
+from kfac_engine.errors import NonFiniteError, UnsupportedError
 from kfac_engine.graph.passes.bodies import with_new_names
 from kfac_engine.graph.passes.order import bodies_of, claim, label_of
 from kfac_engine.graph.structure import Node
@@ -94,10 +95,7 @@ def result_types(stored: Mapping[str, DType], choice: str) -> Mapping[str, DType
     These are the types that the file has stored for the choice ``"file"``, and none for
     ``"float32"``.
     """
-    if not isinstance(choice, str) or choice not in GRADIENT_DTYPES:
-        raise InputError(
-            f"gradient_dtype is '{choice}'; choose one of: {', '.join(GRADIENT_DTYPES)}."
-        )
+    check_choice("gradient_dtype", choice, GRADIENT_DTYPES)
     return stored if choice == "file" else {}
 
 

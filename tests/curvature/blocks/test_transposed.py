@@ -142,5 +142,5 @@ def test_groups_and_wrong_formats_are_refused_by_name():
     proto = net.model({"input": ["batch", 4, 3]}, {"output": ["batch", 2, 4]})
     (layer,) = ke.Engine.from_onnx(proto, loss="normal", class_axis=1).layers
     assert layer.reason == "transposed convolution over 1 axes in 2 group(s)"
-    with pytest.raises(ke.InputError, match="weight_format is 'OIHW'; choose 'HWOI' or 'IOHW'"):
+    with pytest.raises(ke.InputError, match="weight_format must be one of HWOI, IOHW; got 'OIHW'"):
         transposed_form((2, 3, 4, 5), padding="VALID", weight_format="OIHW")
