@@ -132,17 +132,14 @@ def _rewritten(
     """
     if node.qualified_op == "BatchNormalization" and node.attributes.get("training_mode", 0):
         yield from _with_running_statistics(node, statistics, unchanged)
-    elif node.qualified_op == "Dropout" and _always_drops(node, graph):
+    elif (
+        node.qualified_op == "Dropout" and drops(graph, node) and node.inputs[2] in graph.constants
+    ):
         yield replace(node, inputs=node.inputs[:1])
     elif node.op == "Add" and node.inputs[-1] in unchanged:
         yield Node("Identity", (unchanged[node.inputs[-1]],), node.outputs, {}, node.name)
     else:
         yield node
-
-
-def _always_drops(node: Node, graph: Graph) -> bool:
-    """Return whether the training mode of a Dropout node is a constant of the file that is true."""
-    return drops(graph, node) and node.inputs[2] in graph.constants
 
 
 def _with_running_statistics(

@@ -157,7 +157,7 @@ class LayerCollection(LossMethods, core.LayerCollection):
 
     # -- embeddings --------------------------------------------------------------------------------
 
-    def register_embedding(  # noqa: PLR0913 (the specification's signature, and OneHot)
+    def register_embedding(
         self,
         params: Params | Sequence[str],
         inputs: str,
@@ -166,7 +166,6 @@ class LayerCollection(LossMethods, core.LayerCollection):
         reuse: Reuse = "VARIABLE_SCOPE",
         count_repeats: bool = False,
         positions: bool = False,
-        zeros_outside: bool = False,
     ) -> None:
         """Register an embedding.
 
@@ -180,15 +179,12 @@ class LayerCollection(LossMethods, core.LayerCollection):
                 counts ``k`` times in the input factor; otherwise once.
             positions: Whether each token id has a separate output, ``(n, …positions)`` and
                 ``(n, …positions, d_out)``, as in ONNX's Gather.
-            zeros_outside: Whether a token id outside the vocabulary selects a row of zeros, as in
-                ONNX's OneHot; otherwise it is an error.
         """
         key = canonical_key(params)
         form = embedding_form(
             self._require_vocabulary(key),
             positions=positions,
             count_repeats=count_repeats,
-            zeros_outside=zeros_outside,
         )
         self._register("embedding", key, form, (inputs, outputs), approx, reuse)
 
@@ -202,7 +198,6 @@ class LayerCollection(LossMethods, core.LayerCollection):
         reuse: Reuse = "VARIABLE_SCOPE",
         count_repeats: bool = False,
         positions: bool = False,
-        zeros_outside: bool = False,
     ) -> None:
         """Register an embedding that is used several times.
 
@@ -216,7 +211,6 @@ class LayerCollection(LossMethods, core.LayerCollection):
             self._require_vocabulary(key),
             positions=positions,
             count_repeats=count_repeats,
-            zeros_outside=zeros_outside,
         )
         form = replace(form, num_uses=count_uses(num_uses, inputs, outputs))
         self._register("embedding_multi", key, form, (inputs, outputs), approx, reuse)

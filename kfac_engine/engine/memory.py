@@ -1,7 +1,7 @@
 """Computes the peak memory of a step in advance, and refuses a step that does not fit."""
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil, prod
 
@@ -201,7 +201,8 @@ class Footprint:
             self._numbers(decomposed=False),
             self._numbers(decomposed=True),
         )
-        scratch = work + self._sums()
+        # Sums over sources and parts are as large as the averages.
+        scratch = work + self.sums * self._averages()
         constants = model.graph.constants
         parameters = sum(array.nbytes for array in constants.values())
         frozen = sum(constants[name].nbytes for name in constants.keys() - model.parameters.keys())
@@ -231,10 +232,8 @@ class Footprint:
 
     def _copied(self) -> int:
         """Return how many bytes the largest operand of a statistic takes in the sample run."""
-        return max((self._operand(*pair) for pair in self._pairs()), default=0)
-
-    def _pairs(self) -> Iterator[tuple[LayerMatch, LayerReport]]:
-        return zip(self.assembly.discovery.layers if self.layers else (), self.layers, strict=True)
+        layers = self.assembly.discovery.layers if self.layers else ()
+        return max(map(self._operand, layers, self.layers), default=0)
 
     def _operand(self, layer: LayerMatch, report: LayerReport) -> int:
         """Return the bytes of the largest input of a layer, as patches for a convolution."""
@@ -261,10 +260,6 @@ class Footprint:
         # A mean may lie below a covariance.
         square = (prod(s) for s in shapes if len(s) > 1 and s[-2] - s[-1] in (0, 1))
         return max(square, default=0)
-
-    def _sums(self) -> int:
-        """Return the bytes of sums over sources and parts, each as large as the averages."""
-        return self.sums * self._averages()
 
     def _averages(self) -> int:
         """Return the bytes of the averages."""

@@ -340,17 +340,14 @@ def _write_derivatives(network: _Network, read: set[str]) -> tuple[Node, ...]:
         else:
             name = jet.seconds.get(sums.index(entry))
             if name is None and bent:
+                original = bent[0].name.removeprefix(f"{copy.set}/")
                 raise UnsupportedError(
                     f"{network.what} reads a second derivative that is zero almost everywhere, "
-                    f"because of {bent[0].op} at node '{_original(copy, bent[0].name)}'; give the "
+                    f"because of {bent[0].op} at node '{original}'; give the "
                     f"network a smooth activation function, such as Tanh, Softplus, Gelu or Sin."
                 )
         b.op("Identity", name or b.zeros(u), result=array.name)
     return bent if sums else ()
-
-
-def _original(copy: _Copy, name: str) -> str:
-    return name.removeprefix(f"{copy.set}/")
 
 
 # -- the network at each set -----------------------------------------------------------------------

@@ -227,10 +227,12 @@ def spectrum_page(title: str, spectra: Sequence[Json]) -> str:
 def _document(title: str, head: str, notes: Sequence[str], sections: Sequence[str]) -> str:
     """Return a page; ``head`` and ``sections`` are HTML."""
     style = _asset("page.css")
+    # The source expression that allows this style in the security policy of the page.
+    style_hash = f"sha256-{b64encode(sha256(style.encode()).digest()).decode()}"
     return Template(_asset("page.html")).substitute(
         title=escape(title),
         style=style,
-        style_hash=_hash(style),
+        style_hash=style_hash,
         head=head,
         notes="".join(f'<p class="note">{escape(note)}</p>' for note in notes),
         sections="\n".join(filter(None, sections)),
@@ -324,11 +326,6 @@ def _section(title: str, content: str) -> str:
 
 def _asset(name: str) -> str:
     return files(_PACKAGE).joinpath(name).read_text(encoding="utf-8")
-
-
-def _hash(text: str) -> str:
-    """Return the source expression that allows this text in a security policy."""
-    return f"sha256-{b64encode(sha256(text.encode()).digest()).decode()}"
 
 
 def report(run: History | str | Path, path: str | Path) -> None:

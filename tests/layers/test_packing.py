@@ -75,7 +75,7 @@ def test_pack_rejects_arrays_of_wrong_shape(weight_format, has_bias, vector, err
 
 
 def test_unknown_format_error_lists_known_formats():
-    with pytest.raises(ke.InputError, match="weight_format must be one of IO, OI, .*; got 'OHWI'"):
+    with pytest.raises(ke.InputError, match=r"weight_format must be one of IO, OI, .*; got 'OHWI'"):
         Packing("OHWI", False)
 
 

@@ -287,7 +287,8 @@ def _copies(
     """
     window, cut = geometry.window, geometry.cut
     axes = range(cut, len(geometry.grid)) if of_image else range(cut)
-    source, taps = _grouped(value, geometry), 1 + len(axes)
+    source = value.reshape(len(value), geometry.groups, -1, *value.shape[2:])
+    taps = 1 + len(axes)
     there = np.moveaxis(canvas, (taps + 1, 0, taps), (0, 1, 2))
     for tap in product(*(range(window.kernel[axis]) for axis in axes)):
         at: list[slice | int] = [slice(None)] * len(geometry.grid)
@@ -296,8 +297,3 @@ def _copies(
             seen = window.seen(axis, u, geometry.spatial_shape)
             at[axis], of[axis] = seen if of_image else seen[::-1]
         yield there[:, :, :, *tap, *at], source[:, :, :, *of]
-
-
-def _grouped(value: Array, geometry: Correlation) -> Array:
-    """Return ``value`` with its channels split by group, ``(n, groups, channels, *shape)``."""
-    return value.reshape(len(value), geometry.groups, -1, *value.shape[2:])

@@ -465,7 +465,8 @@ class FisherFactor(ABC):
         # The sum of products of an example is at most the product of its norms (Cauchy-Schwarz),
         # and the sum of their squares at most the product of the norms of all examples.
         bound = prod(known.norm_bound(name, values[name]) for name in pair)
-        dtype = np.result_type(self.narrowest, *(values[n].dtype for n in pair if _real(values[n])))
+        dtypes = (values[name].dtype for name in pair)
+        dtype = np.result_type(self.narrowest, *(dtype for dtype in dtypes if dtype.kind == "f"))
         if bound < float(np.finfo(dtype).max) ** 0.5:
             return
         if bound >= float(np.finfo(_WIDE).max) ** 0.5:
@@ -738,10 +739,6 @@ class FisherFactor(ABC):
     def get_cov_var(self) -> Array:
         """Return the average in its stored form; ``get_cov`` returns the dense matrix."""
         return self.cov
-
-
-def _real(array: Array) -> bool:
-    return bool(array.dtype.kind == "f")
 
 
 def refresh(factors: Sequence[FisherFactor], backend: Backend) -> None:

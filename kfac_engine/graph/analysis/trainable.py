@@ -18,7 +18,7 @@ from kfac_engine.errors import ModelError, NonFiniteError, UnknownNameError, sug
 from kfac_engine.graph.analysis.computed_tables import holds_count, is_mask
 from kfac_engine.graph.analysis.exporter_changes import is_computed
 from kfac_engine.graph.node_builder import FLOAT_CODES
-from kfac_engine.graph.passes.bodies import Body, body_of
+from kfac_engine.graph.passes.bodies import body_of
 from kfac_engine.graph.structure import RELAYS, Graph, Node, Subgraph
 from kfac_engine.graph.tensors import FLOATS, distinct
 
@@ -265,13 +265,10 @@ def _names_inside(graph: Graph, node: Node, index: int, name: str) -> Iterator[t
         sequences = node.attributes.get("num_scan_inputs", 0)
         assert isinstance(sequences, int)
         is_state = first <= index < len(node.inputs) - sequences
-        if not is_state or _is_unchanged(body, body.graph.outputs[index - shift], index):
-            yield body.graph, body.inputs[index]
-
-
-def _is_unchanged(body: Body, result: str, index: int) -> bool:
-    """Return whether a result of a body is its operand ``index``, unchanged."""
-    return body.graph.source(result, {"Identity"}) == body.inputs[index]
+        value = body.inputs[index]
+        after = body.graph.outputs[index - shift] if is_state else value
+        if body.graph.source(after, {"Identity"}) == value:
+            yield body.graph, value
 
 
 def _why_none(graph: Graph) -> str:

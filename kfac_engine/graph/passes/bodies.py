@@ -146,8 +146,10 @@ def hoist_weights(graph: onnx.GraphProto, constants: dict[str, Array]) -> frozen
 
     def hoist_all(nodes: Iterable[onnx.NodeProto], prefix: str) -> None:
         for node in nodes:
+            # The node is not checked yet and may have no results.
+            label = next(iter(node.output), node.name)
             for body in bodies_of(node):
-                hoist(body, prefix + _prefix(node))
+                hoist(body, f"{prefix}{label}.")
 
     hoist_all(graph.node, "")
     return frozenset(moved)
@@ -172,11 +174,6 @@ def _pop_constants(body: onnx.GraphProto) -> Iterator[tuple[str, Array]]:
         if array is not None and array.dtype.name in FLOATS:
             yield node.output[0], array
             del body.node[index]
-
-
-def _prefix(node: onnx.NodeProto) -> str:
-    # The node is not checked yet and may have no results.
-    return f"{next(iter(node.output), node.name)}."
 
 
 def _rename(body: onnx.GraphProto, names: Mapping[str, str]) -> None:
