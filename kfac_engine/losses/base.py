@@ -356,8 +356,10 @@ class LossFunction(ABC):
         for name in self.inputs:
             array = read_input(values, name)
             require_predictions(name, array, self.min_rank, self.class_axis)
-            shape = array.shape if shape is None else shape
-            require_shape(f"'{name}'", array.shape, shape, f"the shape of '{self.inputs[0]}'")
+            if shape is None:
+                shape = array.shape
+            else:
+                require_shape(f"'{name}'", array.shape, shape, f"the shape of '{self.inputs[0]}'")
 
     def observe(self, values: Values, *, targets: bool = True) -> Observed:
         """Check inputs and targets of a batch; return how much each target counts.

@@ -92,7 +92,7 @@ class _FirstOrder(Optimizer):
     ) -> Proposal:
         del undo
         rate = evaluated(self._learning_rate, self.steps)
-        loss, gradients = self._gradients(batch, clock)
+        loss, gradients, *_ = self._differentiated(batch, clock)
         parameters = self._parameters()
         rates = {n: scale * r for n, r in self._rates(rate, self.steps).items()}
         in_place = self._cannot_fail(gradients, parameters, rates)

@@ -349,12 +349,6 @@ class Optimizer(Summarized, Sealed, ABC):
         values = passes.arrays.stored(passes.model.parameters)  # callers must not change them
         return {name: values[name] for name in self._names}
 
-    def _gradients(
-        self, batch: Sequence[Batch], clock: StageClock
-    ) -> tuple[float, dict[str, Array]]:
-        """Return the loss and new arrays of gradients; running statistics are updated."""
-        return self._differentiated(batch, clock)[:2]
-
     def _differentiated(
         self,
         batch: Sequence[Batch],
@@ -364,7 +358,7 @@ class Optimizer(Summarized, Sealed, ABC):
         *,
         losses_alone: bool = False,
     ) -> Differentiated:
-        """Return loss and gradients; running statistics are updated.
+        """Return loss and new arrays of gradients; running statistics are updated.
 
         See ``BatchPasses.step_gradients`` for the arguments.
         """
