@@ -63,15 +63,15 @@ class Workers:
             else:
                 _run_queue(queue)
 
-    def row_blocks(self, length: int, *, least: int = 1) -> list[slice]:
-        """Return slices of ``range(length)`` of about equal length, one for each thread.
 
-        A slice has at least ``least`` entries, unless it is the only one. Inside a task there is
-        one slice.
-        """
-        parts = max(1, min(self.free, length // max(least, 1)))
-        edges = [length * i // parts for i in range(parts + 1)]
-        return [slice(a, b) for a, b in pairwise(edges)]
+def equal_slices(length: int, count: int, least: int = 1) -> list[slice]:
+    """Return at most ``count`` slices of ``range(length)``, of about equal length.
+
+    A slice has at least ``least`` entries, unless it is the only one.
+    """
+    count = max(1, min(count, length // least))
+    edges = [length * i // count for i in range(count + 1)]
+    return [slice(a, b) for a, b in pairwise(edges)]
 
 
 def default_count(ranks_on_node: int = 1) -> int:

@@ -20,7 +20,7 @@ class Log:
         return Task(work, lambda: self.do(name))
 
     def do(self, name):
-        self.parts[name] = len(self.workers.row_blocks(self.workers.count))
+        self.parts[name] = self.workers.free
         self.done.append(name)
 
 

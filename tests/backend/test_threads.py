@@ -14,6 +14,7 @@ from threadpoolctl import threadpool_info, threadpool_limits
 from kfac_engine.backend.threads import (
     Workers,
     default_count,
+    equal_slices,
     single_threaded_blas,
     threads_of_a_rank,
 )
@@ -114,7 +115,7 @@ def test_nested_run_uses_thread_of_its_task():
     def outer():
         inner = set()
         workers.run([lambda: inner.add(get_ident())] * 8)
-        assert workers.row_blocks(100) == [slice(0, 100)]
+        assert workers.free == 1
         seen.append(inner == {get_ident()})
 
     workers.run([outer] * 4)
@@ -188,8 +189,8 @@ def test_default_count_is_divided_by_the_ranks_of_a_node(limit, ranks, expected,
         (0, 4, 1, [(0, 0)]),
     ],
 )
-def test_row_blocks_are_adjacent_and_long_enough(length, threads, least, expected):
-    found = Workers(threads).row_blocks(length, least=least)
+def test_slices_are_adjacent_and_long_enough(length, threads, least, expected):
+    found = equal_slices(length, threads, least)
     assert [(band.start, band.stop) for band in found] == expected
 
 

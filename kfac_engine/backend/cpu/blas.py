@@ -16,7 +16,7 @@ import numpy as np
 from scipy.linalg import cython_blas, cython_lapack
 
 from kfac_engine._types import Array
-from kfac_engine.backend.threads import WORTH_WAKING, Workers
+from kfac_engine.backend.threads import WORTH_WAKING, Workers, equal_slices
 
 # Indices of the operands among the arguments of GEMM.
 _Y, _X = 6, 8
@@ -285,7 +285,7 @@ def matmul(x: Array, y: Array, out: Array | None, workers: Workers) -> Array:
         partial(np.matmul, _part(x, rows, out), _part(y, rows, out), out=out[rows])
         if out.ndim > 2
         else partial(np.matmul, x[rows], y, out=out[rows])
-        for rows in workers.row_blocks(len(out))
+        for rows in equal_slices(len(out), workers.free)
     ]
     workers.run(calls)
     return out

@@ -13,7 +13,7 @@ import numpy as np
 
 from kfac_engine._types import Array, DType
 from kfac_engine.backend.cpu import inverse
-from kfac_engine.backend.threads import Workers
+from kfac_engine.backend.threads import Workers, equal_slices
 
 # Largest size at which a stack is faster than its matrices one after the other. For 64 inverses of
 # size 32, the stack takes 3 ms and single matrices 7 ms; for size 48, 16 ms and 11 ms.
@@ -166,7 +166,7 @@ def _eigh_of_stack(stack: Array, workers: Workers) -> tuple[Array, Array]:
     def decompose(rows: slice) -> None:
         parts[rows.start] = inverse.eigh_stack(stack[rows])
 
-    bands = workers.row_blocks(len(stack))
+    bands = equal_slices(len(stack), workers.free)
     if len(bands) == 1:
         return inverse.eigh_stack(stack)
     workers.run([partial(decompose, rows) for rows in bands])

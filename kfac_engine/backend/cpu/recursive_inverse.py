@@ -23,7 +23,7 @@ import numpy as np
 
 from kfac_engine._types import Array
 from kfac_engine.backend.cpu import blas
-from kfac_engine.backend.threads import Workers, single_threaded_blas
+from kfac_engine.backend.threads import Workers, equal_slices, single_threaded_blas
 
 # Largest size of a leaf. Sizes from 64 to 200 are equally fast on one thread. Larger leaves need
 # fewer calls, which hold the interpreter lock.
@@ -75,7 +75,8 @@ def _factor(A: Array, workers: Workers) -> None:
     else:
         _run(workers, _from_right(P, B, count, transposed=False, alpha=-1.0))
         _factor(S, workers)
-    _run(workers, [partial(_from_left, S, B[:, s], False) for s in _row_blocks(B.shape[1], count)])
+    columns = equal_slices(B.shape[1], count, _LEAST_ROWS)
+    _run(workers, [partial(_from_left, S, B[:, s], False) for s in columns])
 
 
 def _square(K: Array, workers: Workers) -> None:
@@ -92,7 +93,8 @@ def _square(K: Array, workers: Workers) -> None:
         return
     pieces, copy = _PIECES * workers.count, np.empty(B.shape)
     products = [
-        partial(_from_left_copied, S, B[:, s], copy[:, s]) for s in _row_blocks(B.shape[1], pieces)
+        partial(_from_left_copied, S, B[:, s], copy[:, s])
+        for s in equal_slices(B.shape[1], pieces, _LEAST_ROWS)
     ]
     workers.run([partial(_square, P, workers), *products])
     workers.run([partial(_square, S, workers), *_symmetric(copy.T, P, pieces, alpha=1.0)])
@@ -121,7 +123,7 @@ def _from_right(
 ) -> list[Callable[[], None]]:
     """Return tasks for ``out ← alpha·out·lower`` or ``out ← alpha·out·lowerᵀ``."""
     times = partial(blas.trmm, right=True, transposed=transposed, alpha=alpha)
-    return [partial(times, lower, out[rows]) for rows in _row_blocks(len(out), count)]
+    return [partial(times, lower, out[rows]) for rows in equal_slices(len(out), count, _LEAST_ROWS)]
 
 
 def _symmetric(x: Array, out: Array, count: int, *, alpha: float) -> list[Callable[[], None]]:
@@ -148,12 +150,6 @@ def _blocks(matrix: Array) -> Blocks:
 def _thread_count(matrix: Array, workers: Workers) -> int:
     """Return the number of threads for a matrix: 1 for a small matrix or inside a task."""
     return workers.free if len(matrix) >= _THREADED else 1
-
-
-def _row_blocks(length: int, count: int) -> list[slice]:
-    count = max(1, min(count, length // _LEAST_ROWS))
-    edges = [length * i // count for i in range(count + 1)]
-    return [slice(a, b) for a, b in pairwise(edges)]
 
 
 def _run(workers: Workers, tasks: list[Callable[[], None]]) -> None:
