@@ -68,6 +68,10 @@ class Due(NamedTuple):
     counter: int  # number of the call, from 0
     statistics: bool  # whether the call updates the covariances
     refreshes: tuple[str, ...]  # keys of the refreshes, in the order of the works
+    # Whether the covariances replace the averages, as after ``GrowingPlanner.restart``.
+    replaces: bool = False
+    # Whether these covariances are the first ones in ``refresh_every`` calls.
+    begins_period: bool = False
 
 
 class Planner:
@@ -152,27 +156,22 @@ class GrowingPlanner(Planner):
 
     def due(self, counter: int, examples: int = 0) -> Due:
         """Return what is due in a call; ``examples`` is the size of its batch."""
-        schedule, bound = self.schedule, max(1, (counter - max(self.start, 0)) // 2)
-        every = min(schedule.covariance_every, bound)
-        statistics = self.observed == NEVER or counter - self.observed >= every
-        if self._least_period is not None and bound < schedule.refresh_every:
+        bound, first = max(1, (counter - max(self.start, 0)) // 2), self.observed == NEVER
+        every, period = min(self.schedule.covariance_every, bound), self.schedule.refresh_every
+        if self._least_period is not None and bound < period:
             bound = max(bound, self._least_period(examples))
-        return Due(counter, statistics, self.refreshes(counter, bound))
+        return Due(
+            counter,
+            statistics=first or counter - self.observed >= every,
+            refreshes=self.refreshes(counter, bound),
+            replaces=first and self.start != NEVER,
+            begins_period=first or counter // period > self.observed // period,
+        )
 
     def advance(self, due: Due) -> None:
         super().advance(due)
         if due.statistics:
             self.observed = due.counter
-
-    def begins_period(self, counter: int) -> bool:
-        """Return whether covariances of a call are the first ones in ``refresh_every`` calls."""
-        every = self.schedule.refresh_every
-        return self.observed == NEVER or counter // every > self.observed // every
-
-    @property
-    def replaces(self) -> bool:
-        """Whether the next covariances replace the averages, as after ``restart``."""
-        return self.observed == NEVER and self.start != NEVER
 
     def restart(self, counter: int) -> None:
         """Let the periods grow from a call on, which updates and refreshes everything."""

@@ -179,9 +179,9 @@ class CurvatureUpdates:
             whole: Whether statistics have all examples of the batch.
             by_example: Whether gradients of single examples are measured in any case.
         """
-        fisher, passes, planner = self._engine.fisher, self._engine.passes, self.planner
-        decay = 0.0 if planner.replaces else None
-        by_example = by_example or self._by_example or planner.begins_period(due.counter)
+        fisher, passes = self._engine.fisher, self._engine.passes
+        decay = 0.0 if due.replaces else None
+        by_example = by_example or self._by_example or due.begins_period
 
         def use(part: Sequence[Batch], examples: int | None) -> bool | None:
             measured = passes.update_averages(
