@@ -36,6 +36,11 @@ def npy(array=ARRAY):
     return stream.getvalue()
 
 
+def announcing(shape):
+    """A file of float32 whose header announces a shape."""
+    return npy().replace(b"(3, 4), }" + b" " * 50, f"{shape}, }}".ljust(59).encode())
+
+
 def npz(**options):
     stream = io.BytesIO()
     with zipfile.ZipFile(stream, "w", **options) as archive:
@@ -65,7 +70,12 @@ DAMAGED = {
     "negative length": npy().replace(b"(3, 4)", b"(3,-4)"),
     "length minus one": npy().replace(b"(3, 4)", b"(3,-1)"),
     "type that does not exist": npy().replace(b"'<f4'", b"'<q7'"),
+    "more than memory": announcing((1 << 40, 1 << 10)),
+    "size beyond 64 bits": announcing((1 << 62, 1 << 62)),
+    "unknown version": npy().replace(b"NUMPY\x01", b"NUMPY\x09"),
+    "Python objects": npy(np.array([{}], dtype=object)),
     "cut": npy()[:-3],
+    "cut header": npy()[:20],
     "cut archive": bytes(npz()[:-30]),
     "nothing": b"",
     "text": b"not arrays",

@@ -56,6 +56,8 @@ def test_train_writes_the_page_of_its_log(tmp_path, monkeypatch, capsys):
     assert main(["report", "run.jsonl", "-o", "of_log.html"]) == 0
     page = (tmp_path / "run.html").read_text(encoding="utf-8")
     assert page == (tmp_path / "of_log.html").read_text(encoding="utf-8")
+    description = json.loads((tmp_path / "run.jsonl").read_text().splitlines()[0])["run"]
+    assert description["model"] == "m.onnx"
     read = PageReader(page)
     assert read.terms["steps"] == "4"
     assert "last validation loss" in read.terms

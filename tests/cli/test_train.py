@@ -176,14 +176,6 @@ def test_the_choices_are_those_of_the_library():
     assert set(train.SCHEDULES) == set(SCHEDULES)
 
 
-def test_the_report_is_that_of_the_log(folder):
-    assert run("--report=run.html", "--log=run.jsonl", "--validation=0.2", *FAST) == 0
-    ke.report("run.jsonl", "log.html")
-    assert Path("run.html").read_text() == Path("log.html").read_text()
-    description = json.loads(Path("run.jsonl").read_text().splitlines()[0])["run"]
-    assert description["model"] == "mlp.onnx"
-
-
 def test_progress_and_notes_are_on_stderr(folder, capsys):
     net_ = models.Net()
     net_.op(

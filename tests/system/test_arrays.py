@@ -13,6 +13,7 @@ ARRAYS = {
     "c": RNG.standard_normal((5, 3)).astype(np.float32),
     "f": np.asfortranarray(RNG.standard_normal((4, 6, 2))),
     "bytes": RNG.integers(0, 255, 7).astype(np.uint8),
+    "bool": np.arange(3) > 1,
     "scalar": np.float64(3.5) + np.zeros(()),
     "empty": np.zeros((0, 3), np.float32),
     "big": np.arange(6, dtype=">i4").reshape(2, 3),
@@ -33,11 +34,12 @@ def test_archive_arrays_equal_numpy(save, open_arrays, tmp_path):
     assert all(equal(arrays[name], array) for name, array in ARRAYS.items())
 
 
+@pytest.mark.parametrize("open_arrays", [map_arrays, read_arrays])
 @pytest.mark.parametrize("name", ARRAYS)
-def test_npy_array_equals_numpy(name, tmp_path):
+def test_npy_array_equals_numpy(name, open_arrays, tmp_path):
     path = tmp_path / "x.npy"
     np.save(path, ARRAYS[name])
-    ((key, array),) = map_arrays(path).items()
+    ((key, array),) = open_arrays(path).items()
     assert key is None
     assert equal(array, ARRAYS[name])
     assert array_headers(path)[None].shape == ARRAYS[name].shape
