@@ -65,6 +65,7 @@ from kfac_engine.training.weight_roles import (
     biases_of,
     joined_by_blocks,
     predictions_of,
+    rates_of_tables,
     widths_of,
 )
 
@@ -168,7 +169,8 @@ class AdaptiveLengthUpdate(Update):
     docs/default_rule.md has the reasons. For a matrix, the average is Nesterov's momentum, one step
     ahead: ``μ v' + (1 − μ) g = μ² v + (1 − μ²) g`` with ``v' = μ v + (1 − μ) g``, which Adam reads.
     ``AverageSpan`` chooses the μ of matrices; in other averages, and without a span, it is
-    ``momentum``. Vectors, embeddings and parameters without a layer are updated by Adam.
+    ``momentum``. Vectors, embeddings and parameters without a layer are updated by Adam; see
+    ``rates_of_tables`` for the rate of an embedding that computes logits.
 
     The direction p of a matrix is its natural gradient, with singular values that Newton–Schulz
     iterations bring close to one (``_iterations``). It remains the natural gradient for few rows,
@@ -237,6 +239,8 @@ class AdaptiveLengthUpdate(Update):
     repeats: Mapping[str, float] = field(default_factory=dict)
     # The input of the loss that a layer computes, by its weight or bias.
     predictions: Mapping[str, str] = field(default_factory=dict)
+    # Factors of Adam's rate for tables that are embeddings and compute logits, by unit.
+    factors: Mapping[str, float] = field(default_factory=dict)
     # Biases in ``predictions`` that have an entry for each feature of the loss.
     shifted: Collection[str] = ()
     # Returns the mean square of the inputs of a block.
@@ -741,6 +745,7 @@ class AdaptiveLengthUpdate(Update):
     ) -> None:
         """Write the new values of units in place of their gradients."""
         rate = step.scale * evaluated(self.adam_rate, step.step)
+        rate = rate * self.factors.get(names[0], 1.0)  # that of all names
         old = block_of(step.slots["second_moment"], names)
         new = block_of(step.new_slots["second_moment"], names)
         shrunk = 1 - rate * step.decay * self.weight_decay
@@ -933,7 +938,7 @@ def adaptive_lengths(
     blocks = {name: of_layers[weight.weight] for name, weight in units.weights.items()}
     widths = widths_of(engine, blocks)
     by_adam = {name: value for name, value in values.items() if name not in units.weights}
-    predictions = predictions_of(engine)
+    predictions, of_tables = predictions_of(engine), rates_of_tables(engine)
     numbers = joined_by_blocks(engine, units)
     span = AverageSpan(AVERAGE) if momentum is None and roots else None
     momentum = AVERAGE if momentum is None else momentum
@@ -943,7 +948,7 @@ def adaptive_lengths(
         work[half] += prod(shape) * widths[name]
     together = Together(
         [*groups(parameters, {name: name in numbers for name in parameters})],
-        [*groups(by_adam, dict.fromkeys(by_adam, "Adam"))],
+        [*groups(by_adam, {name: of_tables.get(name, 1.0) for name in by_adam})],
         [*groups({n: np.empty(0) for n in roots}, dict.fromkeys(roots, "length"))],
     )
     return AdaptiveLengthUpdate(
@@ -965,6 +970,7 @@ def adaptive_lengths(
         adam_rate,
         weight_decay,
         predictions=predictions,
+        factors=of_tables,
         shifted=biases_of(engine, predictions),
         features=feature_bounds(engine, units.weights, blocks, values),
         span=span,

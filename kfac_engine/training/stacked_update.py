@@ -171,6 +171,7 @@ def stacked_update(
         moved=stacks.names(update.moved),
         matmul=np.matmul,
         repeats=stacks.first(repeats),
+        factors=stacks.first(update.factors),
         features=replace(update.features, weights=units.weights, places=bounds),
         independent=pieces.keys(),
     )
@@ -195,7 +196,8 @@ def _kinds(
         if not (value.ndim and 0 < value.size <= _LARGEST):
             continue
         if name not in weights:
-            yield name, (value.shape, value.dtype, name in update.groups)
+            factor = update.factors.get(name, 1.0)
+            yield name, (value.shape, value.dtype, name in update.groups, factor)
             continue
         matrices = weights[name].matrices(value, copy=False)
         if len(matrices) == 1:

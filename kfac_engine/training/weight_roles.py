@@ -18,6 +18,9 @@ BY_ADAM = {
     "embedding", "embedding_multi", "tied_embedding", "scale_and_shift", "shift", "generic"
 }  # fmt: skip
 
+# Number of features above which the rate of a table that computes logits falls.
+_FEW_FEATURES = 256
+
 # Operators that may be between the matrices of a product of low rank.
 _SCALES = RELAYS | {"Mul", "Div"}
 
@@ -81,6 +84,25 @@ def joined_by_blocks(engine: Engine, units: Units) -> dict[str, int]:
     of_weights = {name: owners[weight.weight] for name, weight in units.weights.items()}
     owners_of = {name: name for name in of_weights.values()} | of_weights
     return {name: numbers[find(owner)] for name, owner in owners_of.items()}
+
+
+def rates_of_tables(engine: Engine) -> dict[str, float]:
+    """Return the factor of Adam's rate of each table that is an embedding and computes logits.
+
+    Adam moves the entries of a row e by about its rate. A logit ``s h·e`` of features h, which the
+    graph multiplies by constants of the size s, then changes by up to the rate times ``s Σ |h|``.
+    The factor is that of a change as large as ``_FEW_FEATURES`` features have with s = 1.
+    """
+    graph, factors = model_of(engine).graph, dict[str, float]()
+    for layer in engine.layers:
+        if layer.kind == "tied_embedding":
+            name, value, scale = layer.parameters[0], uses(layer.inputs)[-1], 1.0
+            while value in graph.producers:
+                value, of_node = _scaled(engine, graph.producers[value])
+                scale *= of_node
+            features = engine.collection.require_shape(name)[-1]
+            factors[name] = min(1.0, _FEW_FEATURES / (scale * features))
+    return factors
 
 
 def adapters(engine: Engine, units: Units, values: Vector) -> dict[str, float]:
