@@ -10,7 +10,7 @@ Source: D. J. C. MacKay 1992, "Bayesian interpolation", Neural Computation 4(3),
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from math import inf, sqrt
+from math import inf, prod, sqrt
 from typing import NamedTuple
 
 import numpy as np
@@ -21,6 +21,7 @@ from kfac_engine.curvature.config import RelativeDamping
 from kfac_engine.engine.engine import Engine
 from kfac_engine.layers.parameter_slices import Piece
 from kfac_engine.losses.normal import NormalMeanNegativeLogProbLoss
+from kfac_engine.training.feature_bounds import model_of
 from kfac_engine.training.seen_examples import SeenExamples
 from kfac_engine.training.vectors import Vector
 
@@ -38,11 +39,12 @@ _REPLACED = 0.8
 # Passes of the fixed point: the logarithm of a precision halves its distance in each.
 _PASSES = 12
 _LEAST = 1e-30  # least divisor
-# Largest number of rows whose nearest rows are sought.
-MOST_COMPARED = 512
+# Number of the latest rows whose nearest rows are sought, and of these for each row.
+MOST_COMPARED, _NEAREST = 512, 3
 # Squared distance of equal rows, relative to their squares: rounding.
 _EQUAL = 1e-12
-# Part of the errors that neighbours leave, below which the errors are no noise.
+# Part of the errors that neighbours leave, below which the errors are no noise: a quarter of the
+# part that they leave of noise.
 _LEFT = 1 / 3
 
 
@@ -58,19 +60,35 @@ class Evidence(NamedTuple):
     precisions: tuple[float, ...] = ()
     # Damping of the block of each weight by noise, relative to its mean eigenvalue.
     dampings: tuple[float, ...] = ()
+    unlearned: bool = False  # whether neighbours have predicted the errors, which are then no noise
+    # Inputs and errors of the latest rows of several steps, ``(rows, columns)`` in sum up to 512
+    # rows.
+    rows: tuple[Array, ...] = ()
 
     def saved(self) -> dict[str, Array]:
         """Return the arrays of a checkpoint."""
-        numbers = np.array([self.residual, self.noise, self.due])
-        fixed_points = "precisions", "dampings"
-        return {"numbers": numbers} | {n: np.array(getattr(self, n)) for n in fixed_points}
+        latest = np.concatenate(self.rows)
+        numbers = [self.residual, self.noise, self.due, self.unlearned, len(latest)]
+        rows = np.concatenate([latest, np.zeros((MOST_COMPARED - len(latest), latest.shape[1]))])
+        fixed_points = {n: np.array(getattr(self, n)) for n in ("precisions", "dampings")}
+        return {"numbers": np.array(numbers, np.float64), "rows": rows, **fixed_points}
 
     @classmethod
     def restored(cls, saved: Mapping[str, Array]) -> "Evidence":
         """Return the evidence of ``saved``."""
-        residual, noise, due = map(float, saved["numbers"])
+        residual, noise, due, unlearned, count = map(float, saved["numbers"])
         precisions, dampings = (tuple(map(float, saved[n])) for n in ("precisions", "dampings"))
-        return cls(residual, noise, int(due), precisions, dampings)
+        rows = saved["rows"][: int(count)].copy()
+        return cls(residual, noise, int(due), precisions, dampings, bool(unlearned), (rows,))
+
+    def with_rows(self, rows: Array) -> "Evidence":
+        """Return the evidence with the rows of one more step, without those before the last 512."""
+        latest, space = [rows[-MOST_COMPARED:]], MOST_COMPARED - len(rows)
+        for before in reversed(self.rows):
+            if space > 0 and len(before):
+                latest.insert(0, before[-space:])
+                space -= len(before)
+        return self._replace(rows=tuple(latest))
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,12 +103,12 @@ class ShrinkageByEvidence:
 
     γ is the number of parameters that the examples determine. T is the noise: for squared errors
     their mean, at most that of the mean target, relative to the variance of the loss, and 1 for
-    classes. It is 0 while most of the errors are predicted by those of neighbouring rows
-    (``left_by_neighbours``), which are then not learned yet. In a network that has fitted noise,
-    the product of a weight and its gradient on new examples is larger than on the examples of the
-    training, by about T γ / N. The term adds as much. r is the residual (``Residuals.size``), an
-    average over about twenty steps. It weakens the term where little noise is left, because a run
-    ends long before the minimum, which the evidence assumes.
+    classes. It is 0 while most of the errors of the latest rows are predicted by those of
+    neighbouring rows (``left_by_neighbours``), which are then not learned yet. In a network that
+    has fitted noise, the product of a weight and its gradient on new examples is larger than on the
+    examples of the training, by about T γ / N. The term adds as much. r is the residual
+    (``Residuals.size``), an average over about twenty steps. It weakens the term where little noise
+    is left, because a run ends long before the minimum, which the evidence assumes.
 
     With ``damps``, the relative damping ε of the block becomes ``ε + r λ / mean(h)`` with ::
 
@@ -106,16 +124,19 @@ class ShrinkageByEvidence:
     blocks: Mapping[str, FisherBlock] = field(default_factory=dict)
     # Whether fewer than 1,024 rows count: those of squared errors, whose noise is measured.
     few: bool = False
+    columns: int = 0  # number of columns of the inputs of a row
+    features: int = 0  # number of features of its errors
     damps: bool = False  # whether noise and few rows of statistics damp the blocks
 
     def start(self) -> Evidence:
         """Return the evidence before the first step."""
         none = (0.0,) * len(self.blocks)
-        return Evidence(precisions=none, dampings=none)
+        rows = np.empty((0, self.columns + self.features))
+        return Evidence(precisions=none, dampings=none, rows=(rows,))
 
     def kept_decay(self, seen: SeenExamples) -> float:
         """Return the factor of the weight decay beside the precisions."""
-        return 1 - _REPLACED * seen.share if self.blocks and self._knows(seen) else 1.0
+        return 1 - _REPLACED * seen.share if self.blocks and self.knows(seen) else 1.0
 
     def after(self, evidence: Evidence, step: int, size: float, noise: float) -> Evidence:
         """Return the evidence after one more batch, from the numbers of its residuals.
@@ -129,33 +150,55 @@ class ShrinkageByEvidence:
             noise=evidence.noise + part * (noise - evidence.noise),
         )
 
-    def _knows(self, seen: SeenExamples) -> bool:
+    def knows(self, seen: SeenExamples) -> bool:
         """Return whether the rows are enough for the evidence."""
         return seen.familiar if self.few else seen.many
 
-    def reads_errors(self, evidence: Evidence, step: int) -> bool:
-        """Return whether a step may compute precisions from the errors of its rows."""
-        return self.few and bool(self.blocks) and step >= evidence.due
+    def reads_rows(self, evidence: Evidence, step: int, seen: SeenExamples) -> bool:
+        """Return whether a step is one of the last before precisions are computed.
 
-    def is_due(self, evidence: Evidence, step: int, seen: SeenExamples) -> bool:
-        """Return whether a step computes the precisions; ``step`` is the number of steps so far."""
-        return step >= evidence.due and self._knows(seen) and seen.share > 0
+        ``step`` is the number of steps so far, and ``seen`` are their examples. The rows of a step
+        that computes precisions are read, too.
+        """
+        if not (self.few and self.blocks and seen.share > 0):
+            return False
+        return (evidence.due - step) * seen.count < MOST_COMPARED * step
+
+    def is_due(
+        self, evidence: Evidence, step: int, before: SeenExamples, seen: SeenExamples
+    ) -> bool:
+        """Return whether a step computes the precisions.
+
+        Args:
+            evidence: The evidence of the steps so far.
+            step: Their number.
+            before: Their examples.
+            seen: The same examples and those of the step.
+        """
+        due = step >= evidence.due or self.knows(seen) != self.knows(before)
+        return due and seen.share > 0
+
+    def compared(self, evidence: Evidence, step: int) -> Evidence:
+        """Return the evidence after a comparison of the latest rows, of which none remains.
+
+        Errors of which neighbours leave less than a third are no noise. Without rows, they are
+        what they were before.
+        """
+        latest, unlearned = np.concatenate(evidence.rows), evidence.unlearned
+        if len(latest):
+            inputs, errors = np.split(latest, [self.columns], axis=1)
+            unlearned = left_by_neighbours(inputs, errors) < _LEFT
+        due = int(_GROWTH * step) + 1
+        return evidence._replace(due=due, unlearned=unlearned, rows=(latest[:0],))
 
     def measured(
-        self,
-        evidence: Evidence,
-        step: int,
-        seen: SeenExamples,
-        values: Vector,
-        rows: float,
-        left: float = 1.0,
+        self, evidence: Evidence, seen: SeenExamples, values: Vector, rows: float
     ) -> Evidence:
         """Return the evidence with precisions from the averages of the blocks and the weights.
 
-        ``rows`` is the number of rows in an averaged gradient, if all are different. ``left`` is
-        ``left_by_neighbours``; errors of which less than a third is left are no noise.
+        ``rows`` is the number of rows in an averaged gradient, if all are different.
         """
-        noise = evidence.noise if left >= _LEFT else 0.0
+        noise = 0.0 if evidence.unlearned else evidence.noise
         of_all = seen.scarcity * noise
         of_average = noise / min(rows, seen.different) if self.damps else 0.0
         pairs: list[tuple[float, float]] = []
@@ -165,8 +208,7 @@ class ShrinkageByEvidence:
             relative = damping / max(float(h.mean()), _LEAST)
             pairs.append((precision, min(relative, _MOST_DAMPING)))
         precisions, dampings = zip(*pairs, strict=True)
-        due = int(_GROWTH * step) + 1
-        return evidence._replace(due=due, precisions=precisions, dampings=dampings)
+        return evidence._replace(precisions=precisions, dampings=dampings)
 
     def damping(self, value: float, evidence: Evidence, examples: float) -> RelativeDamping:
         """Return a relative damping with that of the noise, for statistics of ``examples``."""
@@ -183,10 +225,10 @@ class ShrinkageByEvidence:
 def left_by_neighbours(inputs: Array, errors: Array) -> float:
     """Return the part of squared errors that the errors of the nearest rows do not predict.
 
-    It is the sum of the squares of the differences of the errors of each row and of the row with
-    the nearest inputs, relative to that of the errors. It is 2 for noise, because the difference of
-    two noises has twice the square of one. Errors of a function that is not learned yet are alike
-    in rows that are close.
+    It is the sum of the squares of the differences between the errors of each row and the mean of
+    those of the three rows with the nearest inputs, relative to that of the errors. It is 4/3 for
+    noise: a mean of three noises has a third of the square of one. Errors of a function that is not
+    learned yet are alike in rows that are close.
 
     Args:
         inputs: The inputs of each row, ``(rows, columns)``; the columns may have any units.
@@ -194,13 +236,11 @@ def left_by_neighbours(inputs: Array, errors: Array) -> float:
             0, and are not compared.
 
     Returns:
-        The part, of 512 rows if there are more. Rows with equal inputs are not compared: a row that
-        a batch has twice would leave no errors. The part is 1 if no others remain, or no errors.
+        The part. Rows with equal inputs are not compared: a row that comes twice would leave no
+        errors. The part is 1 if no others remain, or no errors.
     """
     counts = errors.any(axis=1)
-    inputs, errors = inputs[counts], errors[counts]
-    every = slice(None, None, -(-len(inputs) // MOST_COMPARED) or 1)
-    x, e = inputs[every].astype(np.float64), errors[every].astype(np.float64)
+    x, e = inputs[counts].astype(np.float64), errors[counts].astype(np.float64)
     if not len(x):
         return 1.0
     spreads = x.std(axis=0)
@@ -209,10 +249,14 @@ def left_by_neighbours(inputs: Array, errors: Array) -> float:
     sums = squares[:, None] + squares
     distances = sums - 2 * (x @ x.T)
     distances[distances <= _EQUAL * sums] = inf
-    nearest, compared = distances.argmin(axis=1), np.isfinite(distances).any(axis=1)
-    pairs = compared[:, None] & (e != 0) & (e[nearest] != 0)
+    nearest = distances.argpartition(min(_NEAREST, len(x)) - 1)[:, :_NEAREST]
+    compared = np.isfinite(np.take_along_axis(distances, nearest, axis=1))[..., None]
+    others = np.where(compared, e[nearest], 0.0)
+    known = np.count_nonzero(others, axis=1)
+    differences = e - others.sum(axis=1) / np.maximum(known, 1)
+    pairs = (known > 0) & (e != 0)
     total = float((e[pairs] ** 2).sum())
-    return float(((e - e[nearest])[pairs] ** 2).sum()) / total if total else 1.0
+    return float((differences[pairs] ** 2).sum()) / total if total else 1.0
 
 
 def _eigenvalues(block: FisherBlock) -> Array:
@@ -263,4 +307,12 @@ def shrinkage_by_evidence(
         and 0 < max(widths.values(), default=0) <= _WIDEST
     )
     squared = all(isinstance(loss, NormalMeanNegativeLogProbLoss) for loss in objective.terms)
-    return ShrinkageByEvidence(blocks if applies else {}, few=squared, damps=damps)
+    if not applies:
+        return ShrinkageByEvidence(damps=damps)
+    facts, output = model_of(engine).facts, objective.inputs[0]
+    axes = {i.name: engine.example_axes.inputs[i.name] for i in inputs}
+    *columns, features = (
+        prod(facts[name].shape) // facts[name].shape[axis]
+        for name, axis in (*axes.items(), (output, objective.axes.get(output, 0)))
+    )
+    return ShrinkageByEvidence(blocks, squared, sum(columns), features, damps)

@@ -36,7 +36,6 @@ from kfac_engine.training.evidence import (
     MOST_COMPARED,
     Evidence,
     ShrinkageByEvidence,
-    left_by_neighbours,
     shrinkage_by_evidence,
 )
 from kfac_engine.training.gauss_newton import FOLLOWS, MOMENTUM, GaussNewtonUpdate
@@ -94,6 +93,9 @@ _OF_NEW = 0.25
 _EPOCH = 200.0
 # Number of repeated examples for which the weight decay doubles, and the decay's largest factor.
 _FEW, _MOST_DECAY = 6000.0, 20.0
+# Squared residuals of a table, relative to their expected size, below which few rows shrink the
+# weights less.
+_LITTLE_ERROR = 0.015
 # Residuals relative to their expected size, below which the updates of "auto" become shorter.
 _SMALL_RESIDUALS = 0.1
 # The first step corrects predictions if the spread of their errors, or their mean error, exceeds
@@ -349,7 +351,9 @@ class KfacOptimizer(Optimizer):
         self, batch: Sequence[Batch], scale: float, clock: StageClock, undo: Undo
     ) -> Proposal:
         features = FeaturePowers(self.feature_inputs, self.engine.collection.backend)
-        reads = self._shrinkage.reads_errors(self._basis.evidence, self.steps)
+        before = self._basis
+        reads = self._shrinkage.reads_rows(before.evidence, self.steps, before.seen)
+        reads = reads and not before.repeated.awaits_trial
         residuals = Residuals(errors=[] if reads else None) if self._auto else None
         # A step with rows reads no gradients, unless its batch has other examples.
         of_rows = not self._rule.measures
@@ -452,7 +456,7 @@ class KfacOptimizer(Optimizer):
             new_slots=slots[1],
             step=steps,
             loss=facts.loss,
-            rate=self._rate(scale * self._longer(facts.examples, facts.scarcity), steps),
+            rate=self._rate(scale * self._longer(facts.examples, facts.scarcity, signal), steps),
             scale=scale,
             momentum=momentum,
             damping=self._damping,
@@ -461,7 +465,7 @@ class KfacOptimizer(Optimizer):
             examples=facts.examples,
             clock=StageClock(),
             predicts=rule.adaptation is not None and rule.adaptation.is_due(steps),
-            decay=self._decay(facts, signal),
+            decay=self._decay(facts, signal, residuals),
             spreads={} if residuals is None else residuals.spreads(),
             corrections={} if residuals is None else _corrections(residuals, steps, scale),
             features=facts.features,
@@ -546,26 +550,34 @@ class KfacOptimizer(Optimizer):
         step = self._inputs(gradients, parameters, slots, steps, scale, residuals, recorded)
         return self.recorded(recorded.repeats).moved(step, recorded.precondition, recorded.moment)
 
-    def _decay(self, facts: "BatchFacts", signal: Any) -> Any:
-        """Return the factor of the weight decay, a number or a recorded one."""
+    def _decay(self, facts: "BatchFacts", signal: Any, residuals: Residuals | None) -> Any:
+        """Return the factor of the weight decay, a number or a recorded one.
+
+        The network of a table shrinks by its few rows where squared errors may be noise.
+        """
         few = np.minimum(_FEW * facts.scarcity, _MOST_DECAY - 1) * signal
+        if self._shrinkage.blocks and self._shrinkage.few and residuals is not None:
+            few = few * np.minimum(residuals.size() ** 2 / _LITTLE_ERROR, 1.0)
+            few = (1 - facts.share) * few if self._basis.evidence.unlearned else few
         if not self._decay_follows:
             return 1.0 + few
         of_new = _OF_NEW + (1 - _OF_NEW) * np.minimum(2 * facts.share, 1.0)
         return of_new * np.minimum(_EPOCH * facts.examples / facts.different, 1.0) + few
 
-    def _longer(self, examples: Any, scarcity: Any) -> Any:
+    def _longer(self, examples: Any, scarcity: Any, signal: Any) -> Any:
         """Return the factor of the lengths of updates of a table's network.
 
         The batches of an epoch have all examples, so that their noise cancels. An average over
         several epochs has less noise than one over as many independent batches. A batch of all
-        examples has no noise, so that the agreement of its gradients finds the length.
+        examples has no noise, so that the agreement of its gradients finds the length. Small
+        squared errors come from the lengths of the updates, and do not cancel.
         """
         if not self._shrinkage.blocks:
             return 1.0
         of_all = examples * scarcity  # at least ½ for a batch of all examples
         squares = np.minimum(1 + _AVERAGED * of_all, _LONGEST**2)
-        return np.where(of_all < _OF_TWO_BATCHES, squares, 1.0) ** 0.5
+        factor = np.where(of_all < _OF_TWO_BATCHES, squares, 1.0) ** 0.5
+        return 1 + (factor - 1) * signal if self._shrinkage.few else factor
 
     @recordable
     def measures_whole(self, slots: Mapping[str, Mapping[str, Any]]) -> Any:
@@ -615,24 +627,28 @@ class KfacOptimizer(Optimizer):
         if tells:
             size, noise = float(residuals.size()), float(residuals.noise())
             evidence = rule.after(evidence, self.steps, size, noise)
-        if not rule.is_due(evidence, self.steps, seen):
+        rows = self._rows_of(batch, residuals.errors or ())
+        evidence = evidence if rows is None else evidence.with_rows(rows)
+        if not rule.is_due(evidence, self.steps, self._basis.seen, seen):
+            return evidence
+        evidence = rule.compared(evidence, self.steps)
+        if not rule.knows(seen):
             return evidence
         self.engine.fisher.division.complete()
-        rows = _AVERAGED * sum(map(sum, self.engine.passes.part_sizes))
-        left = self._left_by_neighbours(batch, residuals.errors or ())
-        return rule.measured(evidence, self.steps, seen, self._parameters(), rows, left)
+        averaged = _AVERAGED * sum(map(sum, self.engine.passes.part_sizes))
+        return rule.measured(evidence, seen, self._parameters(), averaged)
 
-    def _left_by_neighbours(self, batch: Sequence[Batch], errors: Sequence[Array]) -> float:
-        """Return ``left_by_neighbours`` of the batch of all processes.
+    def _rows_of(self, batch: Sequence[Batch], errors: Sequence[Array]) -> Array | None:
+        """Return inputs and errors of rows of the batch of all processes, ``(rows, columns)``.
 
-        It is 1 without errors, and where inputs have no axis of independent examples.
+        The result is None without errors, and where inputs have no axis of independent examples.
         """
         passes, objective = self.engine.passes, self.engine.objective
         backend, examples = self.engine.collection.backend, self.engine.example_axes
         axes = {} if examples.joint or examples.in_sets else examples.inputs
         # A process may have no rows.
         if not errors or not axes or not all(map(all, passes.part_sizes)):
-            return 1.0
+            return None
 
         stride = -(-sum(map(sum, passes.part_sizes)) // MOST_COMPARED)
         sizes = [[-(-size // stride) for size in of_part] for of_part in passes.part_sizes]
@@ -646,10 +662,9 @@ class KfacOptimizer(Optimizer):
             of_part = [rows(inputs[name], axes[name]) for name in sorted(axes.keys() & inputs)]
             of_part.append(rows(error, of_errors).reshape(len(of_part[0]), -1))
             parts.append(np.concatenate(of_part, axis=1, dtype=np.float64))
-        ranks, columns = passes.agreement, sum(array.shape[1] for array in of_part[:-1])
+        ranks = passes.agreement
         with ranks.exchanging():
-            whole = gathered(np.concatenate(parts), ranks.communicator, sizes)
-        return left_by_neighbours(whole[:, :columns], whole[:, columns:])
+            return gathered(np.concatenate(parts), ranks.communicator, sizes)
 
     def _follow(self, rule: Rule, undo: Undo) -> None:
         """Follow a rule from this step on; a change of the rule resets the optimizer's state."""

@@ -95,6 +95,11 @@ class RepeatedBatch(NamedTuple):
         return self.repeats >= _REPEATED and not self.refused
 
     @property
+    def awaits_trial(self) -> bool:
+        """Whether the examples have come again, and a trial will tell whether they have noise."""
+        return self.repeats > 0 and self.rule < 0
+
+    @property
     def paused(self) -> bool:
         """Whether other steps follow exact steps that no longer moved the parameters."""
         return self.rule >= 0 and not self.refused and not self.exact
