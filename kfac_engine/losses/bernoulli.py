@@ -8,7 +8,7 @@ Let z be a logit, ``p = σ(z)`` its probability and t the target. The negative l
 from collections.abc import Sequence
 from dataclasses import replace
 from numbers import Real
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -127,6 +127,18 @@ class MultiBernoulliNegativeLogProbLoss(ElementwiseLoss):
     def hits(self, values: Values, targets: Array) -> Array:
         equal: Array = (values[self.logits] > 0) == (targets > 0.5)
         return equal
+
+    def target_sums(
+        self, observed: Observed, gradients: Values, centre: Any = 0.0
+    ) -> tuple[Any, ...]:
+        assert observed.targets is not None, "observe has read the targets"
+        g = gradients[self.logits]
+        t = observed.targets.astype(g.dtype, copy=False)
+        axis = self.class_axis % t.ndim if t.ndim > 1 else None
+        over = tuple(k for k in range(t.ndim) if k != axis)
+        ones = array_module(g).ones_like(g)
+        arrays = (times(ones, observed.weights), g, times(t, observed.weights))
+        return tuple(x.sum(axis=over, dtype=np.float64).reshape(-1) for x in arrays)
 
     def check_target_array(self, values: Values, targets: Array) -> None:
         super().check_target_array(values, targets)

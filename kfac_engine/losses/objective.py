@@ -97,14 +97,25 @@ class Observation:
         return self.within(self.whole.positive())
 
 
+# Numbers of entries of ``Residuals.sums``: for a loss of probabilities, and for one whose
+# predictions have the unit of their targets. Other losses have two.
+_WITH_RATES, _WITH_UNITS = 5, 8
+# Errors that spread this many times as far as the targets are far off.
+_FAR = 2.0
+# Rates of targets are far off if their cross-entropy exceeds their entropy by this part of it, and
+# by a nat for each feature, of which noise yields a half.
+_OF_ENTROPY = 0.1
+
+
 class Misfit(NamedTuple):
-    """Sizes of the errors of predictions, relative to the spread of their targets."""
+    """How far the predictions of a loss are off its targets, feature by feature."""
 
     # Root of the mean square of the deviations of the errors from their mean, divided by that of
-    # the targets; each feature has means of its own. 0 for equal targets.
+    # the targets; each feature has means of its own. 0 for equal targets, and for probabilities.
     spread: Any
-    offset: Any  # the same for the means of the errors
-    means: Any  # mean error of each feature, ``(features,)``
+    is_wide: Any  # whether the spread is far off
+    is_far: Any  # whether the spread or the means are
+    means: Any  # mean error of each feature, for probabilities in logits, ``(features,)``
     centre: Any  # mean target of each feature, ``(features,)``
 
 
@@ -184,7 +195,7 @@ class Residuals:
         pairs = [
             (np.minimum(*self._squares(key)), sums[1])
             for key, sums in self.sums.items()
-            if len(sums) > 2
+            if len(sums) == _WITH_UNITS
         ]
         observed, expected = map(sum, zip(*pairs, strict=True)) if pairs else (1.0, 1.0)
         return observed / (expected + (expected == 0))
@@ -198,18 +209,23 @@ class Residuals:
         return {
             key[1]: np.sqrt(np.maximum(*self._squares(key)) / sums[2])
             for key, sums in self.sums.items()
-            if len(sums) > 2 and (is_recorded(sums[2]) or sums[2] > 0)
+            if len(sums) == _WITH_UNITS and (is_recorded(sums[2]) or sums[2] > 0)
         }
 
     def misfits(self) -> dict[str, "Misfit"]:
-        """Return how far predictions are from the unit of their targets, by loss as ``spreads``."""
-        return {name: _misfit(sums) for (_, name), sums in self.sums.items() if len(sums) > 2}
+        """Return how far predictions are off, by the first input of losses that can tell."""
+        misfit_by_sums = {_WITH_RATES: _misfit_of_rates, _WITH_UNITS: _misfit_of_units}
+        return {
+            name: misfit_by_sums[len(sums)](sums)
+            for (_, name), sums in self.sums.items()
+            if len(sums) in misfit_by_sums
+        }
 
     def _squares(self, key: tuple[int, str]) -> tuple[Any, Any]:
         """Return the sum of the squared gradients of a loss, and the expected one."""
         if key not in self._known:
             observed, expected, *of_targets = self.sums[key]
-            if of_targets:
+            if len(of_targets) + 2 == _WITH_UNITS:
                 deviations, differ = _deviations(of_targets[1:])
                 expected = np.where(differ, deviations, expected)
             self._known[key] = observed, expected
@@ -227,7 +243,18 @@ def _deviations(of_targets: Sequence[Any]) -> tuple[Any, Any]:
     return deviations, deviations > _EQUAL * second.sum()
 
 
-def _misfit(sums: tuple[Any, ...]) -> Misfit:
+def _misfit_of_rates(sums: tuple[Any, ...]) -> Misfit:
+    """Return the misfit of probabilities, each rate with half a target of 1 and half one of 0."""
+    _, _, weight, errors, targets = sums
+    rates = [(total + 0.5) / (weight + 1) for total in (targets, targets + errors)]
+    (t, log_t, log_not_t), (_, log_p, log_not_p) = [(r, np.log(r), np.log(1 - r)) for r in rates]
+    entropy = -(weight * (t * log_t + (1 - t) * log_not_t)).sum()
+    excess = (weight * (t * (log_t - log_p) + (1 - t) * (log_not_t - log_not_p))).sum()
+    is_far = excess > _OF_ENTROPY * entropy + (weight > 0).sum()
+    return Misfit(0.0, False, is_far, log_p - log_not_p - (log_t - log_not_t), t)
+
+
+def _misfit_of_units(sums: tuple[Any, ...]) -> Misfit:
     observed, _, unit, *of_targets = sums
     deviations, differ = _deviations(of_targets)
     weight, *_, errors, targets = of_targets
@@ -240,7 +267,9 @@ def _misfit(sums: tuple[Any, ...]) -> Misfit:
     )
     # The unit is the sum of the weights divided by the squared variance of the loss.
     variance = (of_targets[0].sum() / np.where(unit > 0, unit, 1.0)) ** 0.5
-    return Misfit(spread, offset, means * variance, targets / weight * variance)
+    is_wide = spread > _FAR
+    is_far = np.logical_or(is_wide, offset > _FAR)
+    return Misfit(spread, is_wide, is_far, means * variance, targets / weight * variance)
 
 
 def _added(one: Any, other: Any) -> Any:

@@ -332,9 +332,11 @@ class AdaptiveLengthUpdate(Update):
         back: Any = part > 0 if recorded else bool(part)
         far, corrections = back, dict[str, Correction]()
         for name, loss in self.predictions.items() if step.corrections else ():
-            if loss in step.corrections and (name in self.units.weights or name in self.shifted):
+            is_weight = name in self.units.weights
+            if loss in step.corrections and (is_weight or name in self.shifted):
                 correction = corrections[name] = step.corrections[loss]
-                back = np.logical_or(back, correction.due) if recorded else back or correction.due
+                due = correction.replaces if is_weight else correction.due
+                back = np.logical_or(back, due) if recorded else back or due
         onward = np.logical_not(back) if recorded else not back
         weight = self.weight.of_step(step.slots, step.new_slots, squares, step.step, back)
         if recorded or weight != 1:

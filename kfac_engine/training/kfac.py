@@ -98,9 +98,6 @@ _FEW, _MOST_DECAY = 6000.0, 20.0
 _LITTLE_ERROR = 0.015
 # Residuals relative to their expected size, below which the updates of "auto" become shorter.
 _SMALL_RESIDUALS = 0.1
-# The first step corrects predictions if the spread of their errors, or their mean error, exceeds
-# this multiple of the targets' spread.
-_MISFIT = 2.0
 # Number of independent batches that an average of gradients holds, about (1 + μ) / (1 − μ), and the
 # largest factor of the lengths where epochs are shorter.
 _AVERAGED, _LONGEST = 12.0, 2.0
@@ -859,9 +856,8 @@ def _corrections(residuals: Residuals, step: Any, scale: Any) -> dict[str, Corre
     if not recorded and (step or not scale):
         return {}
     first, corrections = np.logical_and(step == 0, scale > 0), {}
-    for name, (spread, offset, means, centre) in residuals.misfits().items():
-        large = np.logical_and(first, spread > _MISFIT)
-        due = np.logical_and(first, np.maximum(spread, offset) > _MISFIT)
+    for name, (spread, is_wide, is_far, means, centre) in residuals.misfits().items():
+        large, due = (np.logical_and(first, reason) for reason in (is_wide, is_far))
         factor = np.where(large, 1 / np.maximum(spread, 1.0), 1.0)
         shift = np.where(large, centre, np.where(due, -means, 0.0))
         if recorded:

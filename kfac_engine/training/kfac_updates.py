@@ -20,7 +20,8 @@ class Correction(NamedTuple):
     It changes the layers whose outputs are the predictions of a loss, in place of a step. If the
     errors spread ρ > 2 times as far as the targets, about their means, the weights are divided by
     ρ, and the bias becomes the mean of the targets. If only the mean error is larger than twice the
-    spread of the targets, it is subtracted from the bias.
+    spread of the targets, it is subtracted from the bias. For probabilities, the bias receives the
+    difference between the logits of the mean target and of the mean prediction, where that matters.
     """
 
     weights: Any  # what weights are multiplied by

@@ -221,7 +221,7 @@ def test_a_rank_that_fails_before_a_refresh_is_an_error_of_all(distribution):
             with pytest.MonkeyPatch.context() as patch:
                 if communicator.rank == 1:
                     patch.setattr(engine.estimator.factors[0], "wait", _no_memory)
-                if due.statistics or due.inverses:
+                if due.statistics or due.refreshes:
                     with pytest.raises(ke.RankError, match="rank 1 of 2 refused: MemoryError"):
                         optimizer.step(*batch)
             refreshed.append(bool(optimizer.step(*batch).refreshed))
@@ -265,5 +265,7 @@ def test_a_step_without_statistics_sends_gradients_and_products(distribution, ga
         assert len(votes) == 4  # one of them sums the loss and the squared residuals
         messages = [entry for entry in log if entry not in votes]
         fingerprints = ("allgather", 8 * EXAMPLES)
+        # Inputs and errors, which tell noise where few rows have classes.
+        rows = ("allgather", 8 * EXAMPLES * (net.D + net.K))
         gathers = [("allgather", weights)] * gathered
-        assert messages == [("allreduce", size + features), fingerprints, *gathers]
+        assert messages == [("allreduce", size + features), fingerprints, rows, *gathers]

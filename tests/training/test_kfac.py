@@ -4,6 +4,7 @@ from itertools import product
 
 import numpy as np
 import pytest
+from scipy.special import logit
 
 import kfac_engine as ke
 from kfac_engine.curvature.schedule import GrowingPlanner
@@ -322,6 +323,48 @@ def test_a_first_step_brings_predictions_to_the_unit_of_their_targets(case, view
     optimizer.step({"x": x}, targets)
     changes = {name: np.abs(engine.parameters[name] - before[name]).max() for name in before}
     assert all(0 < change < 0.1 for change in changes.values())
+
+
+# Rates of three binary targets, the logits of the rates that a model predicts, whether it has a
+# bias, and whether rates are far off.
+RATES = {
+    "rare targets": ((0.02, 0.1, 0.3), (0.0, 0.0, 0.0), True, True),
+    "frequent targets": ((0.98, 0.9, 0.9), (0.0, 1.0, -1.0), True, True),
+    "a target that never occurs": ((0.0, 0.3, 0.4), (0.0, 0.0, 0.0), True, True),
+    "balanced targets": ((0.5, 0.5, 0.5), (0.0, 0.0, 0.0), True, False),
+    "rates that are known": ((0.02, 0.1, 0.3), (-3.9, -2.2, -0.85), True, False),
+    "no bias": ((0.02, 0.1, 0.3), (0.0, 0.0, 0.0), False, False),
+}
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("case", RATES)
+def test_a_first_step_brings_probabilities_to_the_rates_of_their_targets(case, weighted):
+    rates, logits, has_bias, is_far = RATES[case]
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((400, 3))
+    y = (rates > rng.permuted(np.tile(np.arange(400) / 400, (3, 1)), axis=1).T).astype(float)
+    w, b = 0.1 * np.eye(3), np.array(logits)
+    nodes = "z = Add (p, b)" if has_bias else "z = Identity (p)"
+    nodes = f"m (double[n,3] x) => (double[n,3] z) {{ p = MatMul (x, w) {nodes} }}"
+    model = parsed(nodes, {"w": w} | ({"b": b} if has_bias else {}))
+    engine = ke.Engine.from_onnx(model, loss="multi_bernoulli", threads=1)
+    weights = rng.integers(0, 3, 400).astype(float) if weighted else np.ones(400)
+    before = engine.loss({"x": x}, ke.Weighted(y, weights))
+    optimizer = ke.KfacOptimizer(engine, weight_decay=0)
+    optimizer.step({"x": x}, ke.Weighted(y, weights) if weighted else y)
+    found = engine.parameters
+    if not is_far:  # a usual update
+        assert 0 < np.abs(found["w"] - w).max() < 0.1
+        assert np.abs(found.get("b", b) - b).max() < 0.01
+        return
+    np.testing.assert_array_equal(found["w"], w)
+    total = weights.sum() + 1
+    of_targets, of_model = (
+        (weights @ rate + 0.5) / total for rate in (y, 1 / (1 + np.exp(-(x @ w + b))))
+    )
+    np.testing.assert_allclose(found["b"] - b, logit(of_targets) - logit(of_model), rtol=1e-9)
+    assert engine.loss({"x": x}, ke.Weighted(y, weights)) < 0.9 * before
 
 
 def linear_model():

@@ -90,6 +90,10 @@ def features(rng, n):
     return rng.integers(0, 2, (n, CLASSES)).astype("float32")
 
 
+def rare(rng, n):
+    return (rng.random((n, CLASSES)) < 0.1).astype("float32")
+
+
 def counts(rng, n):
     return rng.integers(0, 9, (n, CLASSES)).astype("float32")
 
@@ -113,6 +117,7 @@ OPTIONS = {
     "small numbers": ("mlp", "normal", normal(0.02)),
     "numbers far from zero": ("mlp", "normal", normal(1.0, 9.0)),
     "bits": ("mlp", "multi_bernoulli", features),
+    "rare bits": ("mlp", "multi_bernoulli", rare),
     "all but one ignored": ("dense", "categorical", alone),
     "ignored by default": ("conv2d", "categorical", hidden(classes())),
     "ignored class": ("dense", ke.Categorical(ignore_index=2), classes()),
