@@ -164,7 +164,7 @@ def test_named_blocks_equal_the_registered_ones(name, truth):
         ({"params": "flat"}, ValueError, "4 axes are needed"),
         ({"approx": "full"}, ValueError, "Bad value 'full' for approx"),
         ({"weight_format": "OIHW"}, ValueError, "shape of 'x' is needed"),
-        ({"data_format": "NCWH"}, ValueError, "choose 'NHWC' or 'NCHW'"),
+        ({"data_format": "NCWH"}, ValueError, "must be one of NHWC, NCHW; got 'NCWH'"),
     ],
 )
 def test_what_does_not_fit_is_refused_and_not_registered(options, error, message):
