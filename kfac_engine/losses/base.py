@@ -267,12 +267,12 @@ class LossFunction(ABC):
 
         Returns:
             For a loss of independent probabilities, with weights w of the targets: for each
-            feature the sums of w, of the ``gradients`` and of the targets times w. For predictions
-            that have the unit of their targets: the sum of ``w g²`` if all predictions are off by
-            1, where g is the gradient of the loss; for each feature the sums of w, ``w g`` and
-            ``w g²`` for gradients g, without their sign, at the prediction ``centre``; and those of
-            the ``gradients`` and of the targets, times w and divided by the variance. Otherwise
-            nothing.
+            feature the number of targets that count, and the sums of w, of the ``gradients`` and of
+            the targets times w. For predictions that have the unit of their targets: the sum of
+            ``w g²`` if all predictions are off by 1, where g is the gradient of the loss; for each
+            feature the sums of w, ``w g`` and ``w g²`` for gradients g, without their sign, at the
+            prediction ``centre``; and those of the ``gradients`` and of the targets, times w and
+            divided by the variance. Otherwise nothing.
         """
         return ()
 

@@ -136,8 +136,8 @@ class MultiBernoulliNegativeLogProbLoss(ElementwiseLoss):
         t = observed.targets.astype(g.dtype, copy=False)
         axis = self.class_axis % t.ndim if t.ndim > 1 else None
         over = tuple(k for k in range(t.ndim) if k != axis)
-        ones = array_module(g).ones_like(g)
-        arrays = (times(ones, observed.weights), g, times(t, observed.weights))
+        weights = times(array_module(g).ones_like(g), observed.weights)
+        arrays = (weights > 0, weights, g, times(t, observed.weights))
         return tuple(x.sum(axis=over, dtype=np.float64).reshape(-1) for x in arrays)
 
     def check_target_array(self, values: Values, targets: Array) -> None:

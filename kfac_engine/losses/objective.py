@@ -99,7 +99,7 @@ class Observation:
 
 # Numbers of entries of ``Residuals.sums``: for a loss of probabilities, and for one whose
 # predictions have the unit of their targets. Other losses have two.
-_WITH_RATES, _WITH_UNITS = 5, 8
+_WITH_RATES, _WITH_UNITS = 6, 8
 # Errors that spread this many times as far as the targets are far off.
 _FAR = 2.0
 # Rates of targets are far off if their cross-entropy exceeds their entropy by this part of it, and
@@ -114,7 +114,7 @@ class Misfit(NamedTuple):
     # the targets; each feature has means of its own. 0 for equal targets, and for probabilities.
     spread: Any
     is_wide: Any  # whether the spread is far off
-    is_far: Any  # whether the spread or the means are
+    is_far: Any  # whether the spread or the means are, or the rates of probabilities
     means: Any  # mean error of each feature, for probabilities in logits, ``(features,)``
     centre: Any  # mean target of each feature, ``(features,)``
 
@@ -245,13 +245,22 @@ def _deviations(of_targets: Sequence[Any]) -> tuple[Any, Any]:
 
 def _misfit_of_rates(sums: tuple[Any, ...]) -> Misfit:
     """Return the misfit of probabilities, each rate with half a target of 1 and half one of 0."""
-    _, _, weight, errors, targets = sums
-    rates = [(total + 0.5) / (weight + 1) for total in (targets, targets + errors)]
-    (t, log_t, log_not_t), (_, log_p, log_not_p) = [(r, np.log(r), np.log(1 - r)) for r in rates]
-    entropy = -(weight * (t * log_t + (1 - t) * log_not_t)).sum()
-    excess = (weight * (t * (log_t - log_p) + (1 - t) * (log_not_t - log_not_p))).sum()
-    is_far = excess > _OF_ENTROPY * entropy + (weight > 0).sum()
+    _, _, count, weight, errors, targets = sums
+    weight = np.where(weight > 0, weight, 1)
+    (t, log_t, log_not_t), (_, log_p, log_not_p) = (
+        _log_rates(np.maximum(np.minimum(total / weight, 1), 0), count)
+        for total in (targets, targets + errors)
+    )
+    entropy = -(count * (t * log_t + (1 - t) * log_not_t)).sum()
+    excess = (count * (t * (log_t - log_p) + (1 - t) * (log_not_t - log_not_p))).sum()
+    is_far = excess > _OF_ENTROPY * entropy + (count > 0).sum()
     return Misfit(0.0, False, is_far, log_p - log_not_p - (log_t - log_not_t), t)
+
+
+def _log_rates(mean: Any, count: Any) -> tuple[Any, Any, Any]:
+    """Return rates r with one more target, the half of it 1, and the logarithms of r and 1 − r."""
+    ones, zeros = ((count * part + 0.5) / (count + 1) for part in (mean, 1 - mean))
+    return ones, np.log(ones), np.log(zeros)
 
 
 def _misfit_of_units(sums: tuple[Any, ...]) -> Misfit:

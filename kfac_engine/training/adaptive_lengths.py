@@ -332,11 +332,17 @@ class AdaptiveLengthUpdate(Update):
         back: Any = part > 0 if recorded else bool(part)
         far, corrections = back, dict[str, Correction]()
         for name, loss in self.predictions.items() if step.corrections else ():
-            is_weight = name in self.units.weights
-            if loss in step.corrections and (is_weight or name in self.shifted):
-                correction = corrections[name] = step.corrections[loss]
-                due = correction.replaces if is_weight else correction.due
-                back = np.logical_or(back, due) if recorded else back or due
+            correction = step.corrections.get(loss)
+            if correction is None:
+                continue
+            if name in self.units.weights:
+                due = correction.replaces
+            elif name in self.shifted and np.shape(correction.shift) == step.parameters[name].shape:
+                due = correction.due
+            else:  # the bias of a convolution, or of a view with other features
+                continue
+            corrections[name] = correction
+            back = np.logical_or(back, due) if recorded else back or due
         onward = np.logical_not(back) if recorded else not back
         weight = self.weight.of_step(step.slots, step.new_slots, squares, step.step, back)
         if recorded or weight != 1:
@@ -406,8 +412,6 @@ class AdaptiveLengthUpdate(Update):
         for name, correction in corrections.items():
             if name not in self.units.weights:
                 value, xp = values[name], array_module(values[name])
-                if np.shape(correction.shift) != value.shape:  # a view with other features
-                    continue
                 shift = xp.asarray(correction.shift, value.dtype).reshape(value.shape)
                 replaced = correction.replaces
                 if is_recorded(replaced):

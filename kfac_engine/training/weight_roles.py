@@ -1,6 +1,6 @@
 """Finds the roles of weights in a model: what its graph and its blocks tell of them."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from math import inf, sqrt
 
 import numpy as np
@@ -42,14 +42,24 @@ def predictions_of(engine: Engine) -> dict[str, str]:
     }
 
 
-def biases_of(engine: Engine, predictions: Collection[str]) -> set[str]:
-    """Return the biases of fully connected layers that compute predictions."""
+def biases_of(engine: Engine, predictions: Mapping[str, str]) -> set[str]:
+    """Return the biases of fully connected layers that compute predictions.
+
+    ``predictions`` is the result of ``predictions_of``. The features of the predictions are on
+    their last axis, as those of the layers' outputs.
+    """
+    facts = model_of(engine).facts
+    along = {
+        term.inputs[0]
+        for term in engine.objective.terms
+        if term.class_axis in (-1, len(facts[term.inputs[0]].shape) - 1)
+    }
     return {
         bias
         for layer in engine.layers
         if layer.kind == "fully_connected"
         for bias in layer.parameters[1:]
-        if bias in predictions
+        if predictions.get(bias) in along
     }
 
 

@@ -337,9 +337,10 @@ RATES = {
 }
 
 
-@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("size", [None, 1.0, 1 / 400])
 @pytest.mark.parametrize("case", RATES)
-def test_a_first_step_brings_probabilities_to_the_rates_of_their_targets(case, weighted):
+def test_a_first_step_brings_probabilities_to_the_rates_of_their_targets(case, size):
+    """The size of weights does not count."""
     rates, logits, has_bias, is_far = RATES[case]
     rng = np.random.default_rng(0)
     x = rng.standard_normal((400, 3))
@@ -349,22 +350,48 @@ def test_a_first_step_brings_probabilities_to_the_rates_of_their_targets(case, w
     nodes = f"m (double[n,3] x) => (double[n,3] z) {{ p = MatMul (x, w) {nodes} }}"
     model = parsed(nodes, {"w": w} | ({"b": b} if has_bias else {}))
     engine = ke.Engine.from_onnx(model, loss="multi_bernoulli", threads=1)
-    weights = rng.integers(0, 3, 400).astype(float) if weighted else np.ones(400)
+    weights = np.ones(400) if size is None else size * rng.integers(0, 3, 400)
     before = engine.loss({"x": x}, ke.Weighted(y, weights))
     optimizer = ke.KfacOptimizer(engine, weight_decay=0)
-    optimizer.step({"x": x}, ke.Weighted(y, weights) if weighted else y)
+    optimizer.step({"x": x}, y if size is None else ke.Weighted(y, weights))
     found = engine.parameters
     if not is_far:  # a usual update
         assert 0 < np.abs(found["w"] - w).max() < 0.1
         assert np.abs(found.get("b", b) - b).max() < 0.01
         return
     np.testing.assert_array_equal(found["w"], w)
-    total = weights.sum() + 1
+    count, share = (weights > 0).sum(), weights / weights.sum()
     of_targets, of_model = (
-        (weights @ rate + 0.5) / total for rate in (y, 1 / (1 + np.exp(-(x @ w + b))))
+        (count * (share @ rate) + 0.5) / (count + 1) for rate in (y, 1 / (1 + np.exp(-(x @ w + b))))
     )
     np.testing.assert_allclose(found["b"] - b, logit(of_targets) - logit(of_model), rtol=1e-9)
     assert engine.loss({"x": x}, ke.Weighted(y, weights)) < 0.9 * before
+
+
+# Predictions whose features are not those of the layer, and the axis of the classes.
+OTHER_FEATURES = {
+    "another axis": ("y = Identity (z)", "n,3,3", 1),
+    "reshaped": ("shape = Constant <value_ints = [-1, 9]> () y = Reshape (z, shape)", "n,9", -1),
+}
+
+
+@pytest.mark.parametrize("loss", ["normal", "multi_bernoulli"])
+@pytest.mark.parametrize("case", OTHER_FEATURES)
+def test_a_first_step_corrects_no_bias_of_other_features(case, loss):
+    view, shape, axis = OTHER_FEATURES[case]
+    nodes = (
+        f"m (double[n,3,3] x) => (double[{shape}] y) {{ p = MatMul (x, w) z = Add (p, b) {view} }}"
+    )
+    model = parsed(nodes, {"w": 0.1 * np.eye(3), "b": np.zeros(3)})
+    engine = ke.Engine.from_onnx(model, loss=loss, class_axis=axis, threads=1)
+    x = np.random.default_rng(0).standard_normal((64, 3, 3))
+    targets = np.zeros((64, 3, 3)) if loss == "multi_bernoulli" else 9 + 0.1 * x
+    targets = targets.reshape([64, *map(int, shape.split(",")[1:])])
+    before = engine.loss({"x": x}, targets)
+    ke.KfacOptimizer(engine, weight_decay=0).step({"x": x}, targets)
+    assert np.abs(engine.parameters["w"] - 0.1 * np.eye(3)).max() > 0
+    assert np.abs(engine.parameters["b"]).max() < 0.1
+    assert engine.loss({"x": x}, targets) < before
 
 
 def linear_model():
