@@ -10,7 +10,7 @@ import signal
 import socket
 import sys
 from collections.abc import Mapping
-from threading import Event, Thread
+from threading import Event, Thread, current_thread, main_thread
 from types import FrameType
 
 import click
@@ -60,6 +60,8 @@ class Invocation(Handling):
 
     def watch(self) -> None:
         """End the process soon after a signal, even where Python calls no handler."""
+        if current_thread() is not main_thread():
+            return
         reader, self._writer = socket.socketpair()
         self._writer.setblocking(False)
         signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)

@@ -6,11 +6,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from threading import Thread
 
 import numpy as np
 import onnx
 import pytest
 
+from kfac_engine.cli.app import run
 from tests import models
 from tests.nightly import nightly_but
 
@@ -163,6 +165,16 @@ def wait_for_handler(process):
     while not caught & (1 << (signal.SIGTERM - 1)) and process.poll() is None:
         time.sleep(0.01)
         caught = int(status.read_text().partition("SigCgt:")[2].split()[0], 16)
+
+
+def test_another_thread_runs_the_program_without_handlers(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["kfac-engine", "--version"])
+    found = []
+    thread = Thread(target=lambda: found.append(run(None)))
+    thread.start()
+    thread.join()
+    assert found == [0]
+    assert "version" in capsys.readouterr().out
 
 
 SMOKE = ["Ctrl-C in a run of ONNX Runtime", "SIGTERM in BLAS while a file is written"]
