@@ -124,8 +124,8 @@ class ShrinkageByEvidence:
     blocks: Mapping[str, FisherBlock] = field(default_factory=dict)
     # Whether fewer than 1,024 rows count: those of squared errors, whose noise is measured.
     few: bool = False
-    columns: int = 0  # number of columns of the inputs of a row
-    features: int = 0  # number of features of its errors
+    columns: int = 0  # number of columns of the inputs of an example
+    features: int = 0  # number of its errors
     damps: bool = False  # whether noise and few rows of statistics damp the blocks
 
     def start(self) -> Evidence:
@@ -309,10 +309,9 @@ def shrinkage_by_evidence(
     squared = all(isinstance(loss, NormalMeanNegativeLogProbLoss) for loss in objective.terms)
     if not applies:
         return ShrinkageByEvidence(damps=damps)
-    facts, output = model_of(engine).facts, objective.inputs[0]
-    axes = {i.name: engine.example_axes.inputs[i.name] for i in inputs}
-    *columns, features = (
-        prod(facts[name].shape) // facts[name].shape[axis]
-        for name, axis in (*axes.items(), (output, objective.axes.get(output, 0)))
-    )
-    return ShrinkageByEvidence(blocks, squared, sum(columns), features, damps)
+    facts = model_of(engine).facts
+    sizes = {i.name: facts[i.name].shape[engine.example_axes.inputs[i.name]] for i in inputs}
+    columns = sum(prod(facts[name].shape) // size for name, size in sizes.items())
+    # An output may have several rows for each example.
+    features = prod(facts[objective.inputs[0]].shape) // max(sizes.values(), default=1)
+    return ShrinkageByEvidence(blocks, squared, columns, features, damps)

@@ -639,29 +639,32 @@ class KfacOptimizer(Optimizer):
         """Return inputs and errors of rows of the batch of all processes, ``(rows, columns)``.
 
         The result is None without errors, and where inputs have no axis of independent examples.
+        The rows are the same for any division of a batch.
         """
         passes, objective = self.engine.passes, self.engine.objective
         backend, examples = self.engine.collection.backend, self.engine.example_axes
         axes = {} if examples.joint or examples.in_sets else examples.inputs
-        # A process may have no rows.
-        if not errors or not axes or not all(map(all, passes.part_sizes)):
+        sizes, ranks = np.array(passes.part_sizes), passes.agreement  # of each part and process
+        if not errors or not axes or not sizes.all():  # a process may have no rows
             return None
 
-        stride = -(-sum(map(sum, passes.part_sizes)) // MOST_COMPARED)
-        sizes = [[-(-size // stride) for size in of_part] for of_part in passes.part_sizes]
-
-        def rows(array: Array, axis: int) -> Array:
-            chosen = np.moveaxis(array, axis, 0)[::stride]
-            return backend.to_numpy(backend.asarray(chosen)).reshape(len(chosen), -1)
-
+        stride = -(-sizes.sum() // MOST_COMPARED)
+        ends = sizes.cumsum().reshape(sizes.shape)
+        starts = ends - sizes
+        read = -(-ends // stride) + (-starts // stride)  # numbers of the multiples of the stride
+        shard = zip(sizes[:, ranks.rank], starts[:, ranks.rank], strict=True)
         of_errors, parts = objective.axes.get(objective.inputs[0], 0), []
-        for (inputs, *_), error in zip(batch, errors, strict=True):
-            of_part = [rows(inputs[name], axes[name]) for name in sorted(axes.keys() & inputs)]
-            of_part.append(rows(error, of_errors).reshape(len(of_part[0]), -1))
+        for (inputs, *_), error, (count, start) in zip(batch, errors, shard, strict=True):
+            arrays = [(inputs[name], axes[name]) for name in sorted(axes.keys() & inputs)]
+            of_part: list[Array] = []
+            for value, axis in (*arrays, (error, of_errors)):
+                array = value if isinstance(value, np.ndarray) else backend.asarray(value)
+                # An output may have several rows for each example.
+                rows = np.moveaxis(array, axis, 0).reshape(count, -1)[-start % stride :: stride]
+                of_part.append(backend.to_numpy(rows))
             parts.append(np.concatenate(of_part, axis=1, dtype=np.float64))
-        ranks = passes.agreement
         with ranks.exchanging():
-            return gathered(np.concatenate(parts), ranks.communicator, sizes)
+            return gathered(np.concatenate(parts), ranks.communicator, read.tolist())
 
     def _follow(self, rule: Rule, undo: Undo) -> None:
         """Follow a rule from this step on; a change of the rule resets the optimizer's state."""

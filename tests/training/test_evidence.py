@@ -270,11 +270,40 @@ def test_few_rows_of_a_large_batch_are_copied(case, monkeypatch):
     monkeypatch.setattr(kfac, "MOST_COMPARED", 10)
     monkeypatch.setattr(Evidence, "with_rows", lambda known, rows: found.append(rows) or known)
     DIVISIONS[case]()
-    for rows in found:  # every third row of each part of a process
-        assert 10 <= len(rows) <= 14
-        assert rows.shape[1] == X.shape[1] + 1
-        assert {*map(tuple, rows[:, :-1])} <= {*map(tuple, X.astype(np.float64))}
+    for rows in found:  # every third row of the batch
+        assert rows.shape == (10, X.shape[1] + 1)
+        assert {*map(tuple, rows[:, :-1])} == {*map(tuple, X[::3].astype(np.float64))}
     assert found
+
+
+@pytest.mark.parametrize(("sides", "shape"), [("n,6 -> m,2", (-1, 2)), ("n,6 -> m", (-1,))])
+def test_several_rows_of_an_output_for_each_example_are_compared(
+    sides, shape, monkeypatch, tmp_path
+):
+    """Each row read has the four errors of its own example; a saved state has these rows."""
+    found, keep = [], Evidence.with_rows
+    nodes = NODES.replace("output = Add(q, b1)", "r = Add(q, b1) output = Reshape(r, shape)")
+    weights = f"w(6,16) b(16) w1(16,4) b1(4) shape={','.join(map(str, shape))}"
+    x = table(1.0)[0][:1099]
+    engine = engine_of(nodes, weights, sides)
+    optimizer = ke.KfacOptimizer(engine)
+    monkeypatch.setattr(
+        Evidence, "with_rows", lambda known, rows: found.append(rows) or keep(known, rows)
+    )
+    for _ in range(9):
+        errors = RNG.standard_normal((len(x), 4)).astype(np.float32)
+        before = len(found)
+        optimizer.step(x, engine.predict(x) - errors.reshape(shape))
+        if len(found) > before:
+            of_rows = found[-1][:, 6:] / found[-1][0, 6]
+            np.testing.assert_array_equal(found[-1][:, :6], x[::3])
+            np.testing.assert_allclose(of_rows, errors[::3] / errors[0, 0], rtol=1e-3, atol=1e-3)
+    assert found
+    optimizer.save(tmp_path / "state")
+    resumed = ke.KfacOptimizer(engine_of(nodes, weights, sides))
+    resumed.load(tmp_path / "state")
+    rows = [np.concatenate(o._basis.evidence.rows) for o in (resumed, optimizer)]
+    np.testing.assert_array_equal(*rows)
 
 
 def test_a_function_in_shuffled_batches_is_learned():
