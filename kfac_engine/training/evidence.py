@@ -103,7 +103,7 @@ class ShrinkageByEvidence:
 
     γ is the number of parameters that the examples determine. T is the noise: for squared errors
     their mean, at most that of the mean target, relative to the variance of the loss, and 1 for
-    classes. It is 0 while most of the errors of the latest rows are predicted by those of
+    other losses. It is 0 while most of the errors of the latest rows are predicted by those of
     neighbouring rows (``left_by_neighbours``), which are then not learned yet. In a network that
     has fitted noise, the product of a weight and its gradient on new examples is larger than on the
     examples of the training, by about T γ / N. The term adds as much. r is the residual
@@ -151,7 +151,11 @@ class ShrinkageByEvidence:
         )
 
     def knows(self, seen: SeenExamples) -> bool:
-        """Return whether the rows are enough for the evidence."""
+        """Return whether the rows are enough for the evidence.
+
+        At least 1,024 of them are different, or their errors are squared and most rows came several
+        times.
+        """
         return seen.familiar if self.few else seen.many
 
     def reads_rows(self, evidence: Evidence, step: int, seen: SeenExamples) -> bool:
@@ -182,14 +186,16 @@ class ShrinkageByEvidence:
         """Return the evidence after a comparison of the latest rows, of which none remains.
 
         Errors of which neighbours leave less than a third are no noise. Without rows, they are
-        what they were before.
+        what they were before. The precisions and dampings are 0.
         """
         latest, unlearned = np.concatenate(evidence.rows), evidence.unlearned
         if len(latest):
             inputs, errors = np.split(latest, [self.columns], axis=1)
             unlearned = left_by_neighbours(inputs, errors) < _LEFT
         due = int(_GROWTH * step) + 1
-        return evidence._replace(due=due, unlearned=unlearned, rows=(latest[:0],))
+        return self.start()._replace(
+            residual=evidence.residual, noise=evidence.noise, due=due, unlearned=unlearned
+        )
 
     def measured(
         self, evidence: Evidence, seen: SeenExamples, values: Vector, rows: float
@@ -236,11 +242,13 @@ def left_by_neighbours(inputs: Array, errors: Array) -> float:
             0, and are not compared.
 
     Returns:
-        The part. Rows with equal inputs are not compared: a row that comes twice would leave no
-        errors. The part is 1 if no others remain, or no errors.
+        The part. Of rows with equal inputs, only the last one is compared: a row that comes twice
+        would leave no errors, and be two of the three nearest rows. The part is 1 if no others
+        remain, or no errors.
     """
-    counts = errors.any(axis=1)
-    x, e = inputs[counts].astype(np.float64), errors[counts].astype(np.float64)
+    counts = np.flatnonzero(errors.any(axis=1))
+    latest = list({inputs[place].tobytes(): place for place in counts}.values())
+    x, e = inputs[latest].astype(np.float64), errors[latest].astype(np.float64)
     if not len(x):
         return 1.0
     spreads = x.std(axis=0)

@@ -140,6 +140,7 @@ class BatchFacts(NamedTuple):
     scarcity: float  # how few different examples the steps have had; see ``SeenExamples``
     share: float  # part of the examples of all steps that came again
     different: float  # number of different examples of all steps
+    unlearned: bool  # whether neighbours predict the errors; see ``Evidence``
     features: Array | None  # ``FeaturePowers.sums`` of the layers whose directions have bounds
 
 
@@ -375,6 +376,7 @@ class KfacOptimizer(Optimizer):
             basis.seen.scarcity,
             basis.seen.share,
             basis.seen.different,
+            basis.evidence.unlearned,
             powers if powers is None else backend.to_numpy(powers),
         )
         step = self._inputs(gradients, values, slots, self.steps, scale, residuals, facts)
@@ -541,8 +543,8 @@ class KfacOptimizer(Optimizer):
             scale: Value of the schedule.
             residuals: The residuals of the batch.
             recorded: Takes the place of the engine: has ``precondition``, the ``loss``, the number
-                of ``examples`` of the batch, their ``scarcity``, ``repeats`` of a block,
-                ``moment`` of its inputs, and the powers of ``features``.
+                of ``examples`` of the batch, the other ``BatchFacts``, ``repeats`` of a block, and
+                ``moment`` of its inputs.
         """
         step = self._inputs(gradients, parameters, slots, steps, scale, residuals, recorded)
         return self.recorded(recorded.repeats).moved(step, recorded.precondition, recorded.moment)
@@ -555,7 +557,7 @@ class KfacOptimizer(Optimizer):
         few = np.minimum(_FEW * facts.scarcity, _MOST_DECAY - 1) * signal
         if self._shrinkage.blocks and self._shrinkage.few and residuals is not None:
             few = few * np.minimum(residuals.size() ** 2 / _LITTLE_ERROR, 1.0)
-            few = (1 - facts.share) * few if self._basis.evidence.unlearned else few
+            few = (1 - facts.share) * few if facts.unlearned else few
         if not self._decay_follows:
             return 1.0 + few
         of_new = _OF_NEW + (1 - _OF_NEW) * np.minimum(2 * facts.share, 1.0)
