@@ -666,7 +666,8 @@ class KfacOptimizer(Optimizer):
                 of_part.append(backend.to_numpy(rows))
             parts.append(np.concatenate(of_part, axis=1, dtype=np.float64))
         with ranks.exchanging():
-            return gathered(np.concatenate(parts), ranks.communicator, read.tolist())
+            counts = [[*map(int, of_part)] for of_part in read]
+            return gathered(np.concatenate(parts), ranks.communicator, counts)
 
     def _follow(self, rule: Rule, undo: Undo) -> None:
         """Follow a rule from this step on; a change of the rule resets the optimizer's state."""
