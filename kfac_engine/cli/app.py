@@ -37,7 +37,7 @@ WRONG_INPUT, BUG, INTERRUPTED = 2, 1, 130
 
 
 class Program(click.Group):
-    """The group of the commands, which the help lists in the order in which they are added."""
+    """A group whose help lists the commands in the order in which they were added."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Return the names of the commands."""

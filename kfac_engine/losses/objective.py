@@ -108,7 +108,7 @@ _OF_ENTROPY = 0.1
 
 
 class Misfit(NamedTuple):
-    """How far the predictions of a loss are off its targets, feature by feature."""
+    """How far the predictions of a loss are from its targets, for each feature."""
 
     # Root of the mean square of the deviations of the errors from their mean, divided by that of
     # the targets; each feature has means of its own. 0 for equal targets, and for probabilities.

@@ -55,7 +55,7 @@ def check_inputs(graph: Graph, inputs: Mapping[str, Array]) -> dict[str, Array]:
 
 
 def _names_of(graph: Graph) -> str:
-    """Return the names of the inputs of a graph, as text."""
+    """Return the quoted names of a graph's inputs, for a message."""
     return quoted([entry.name for entry in graph.inputs])
 
 

@@ -96,7 +96,7 @@ class RepeatedBatch(NamedTuple):
 
     @property
     def awaits_trial(self) -> bool:
-        """Whether the examples have come again, and a trial will tell whether they have noise."""
+        """Whether the examples came again, and the trial of exact steps is not decided yet."""
         return self.repeats > 0 and self.rule < 0
 
     @property

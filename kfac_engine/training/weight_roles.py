@@ -97,7 +97,7 @@ def joined_by_blocks(engine: Engine, units: Units) -> dict[str, int]:
 
 
 def rates_of_tables(engine: Engine) -> dict[str, float]:
-    """Return the factor of Adam's rate of each table that is an embedding and computes logits.
+    """Return a factor of Adam's rate for each table that embeds tokens and computes their logits.
 
     Adam moves the entries of a row e by about its rate. A logit ``s h·e`` of features h, which the
     graph multiplies by constants of the size s, then changes by up to the rate times ``s Σ |h|``.
