@@ -6,7 +6,7 @@ The page docs/building_blocks.md has the arguments that several of them share.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar, Unpack
+from typing import Any, ClassVar, Unpack
 
 import numpy as np
 import numpy.typing as npt
@@ -43,6 +43,7 @@ from kfac_engine.errors import InputError, ShapeError
 from kfac_engine.layers.grouped import depthwise_form
 from kfac_engine.layers.layer_forms import (
     BroadcastShape,
+    LayerForm,
     ScaleShiftForm,
     convolution_form,
     dense_form,
@@ -239,13 +240,8 @@ class _OfDepthwiseFilter(FisherBlock):
         rate: Sequence[int] | None = None,
         data_format: str | None = None,
     ) -> None:
-        form = depthwise_form(
-            layer_collection.require_shape(single_filter(params)),
-            padding=padding,
-            strides=strides,
-            rate=rate,
-            data_format=data_format,
-        )
+        shape = layer_collection.require_shape(single_filter(params))
+        form = depthwise_form(shape, padding, strides, rate, data_format)
         super().__init__(layer_collection, form)  # type: ignore[call-arg] # of a block of a layer
 
 
@@ -315,17 +311,9 @@ class ConvKFCBasicFB(KroneckerProductFB):
         patch_mask: Array | None = None,
         weight_format: str | None = None,
     ) -> None:
-        form = convolution_form(
-            layer_collection.require_shape(uses(params)[0]),
-            has_bias=not isinstance(params, str),
-            padding=padding,
-            strides=strides,
-            dilations=dilation_rate,
-            data_format=data_format,
-            weight_format=weight_format,
-            mask=patch_mask,
-            sampling=layer_collection.config.sampling(sub_sample_inputs, sub_sample_patches),
-        )
+        geometry = padding, strides, dilation_rate, data_format, weight_format
+        sampling = layer_collection.config.sampling(sub_sample_inputs, sub_sample_patches)
+        form = _form(layer_collection, params, *geometry, mask=patch_mask, sampling=sampling)
         check_extraction(extract_patches_fn, form, strides, dilation_rate)
         side = (
             uncorrelated_side(form, layer_collection.config)
@@ -392,16 +380,9 @@ class ConvKFCBasicMultiIndepFB(_OptionalUses):
         sub_sample_patches: bool | None = None,
         weight_format: str | None = None,
     ) -> None:
-        form = convolution_form(
-            layer_collection.require_shape(uses(params)[0]),
-            has_bias=not isinstance(params, str),
-            padding=padding,
-            strides=strides,
-            dilations=dilation_rate,
-            data_format=data_format,
-            weight_format=weight_format,
-            sampling=layer_collection.config.sampling(sub_sample_inputs, sub_sample_patches),
-        )
+        geometry = padding, strides, dilation_rate, data_format, weight_format
+        sampling = layer_collection.config.sampling(sub_sample_inputs, sub_sample_patches)
+        form = _form(layer_collection, params, *geometry, sampling=sampling)
         check_extraction(extract_patches_fn, form, strides, dilation_rate)
         super().__init__(layer_collection, form, input_side=patches_side(form))
         self._num_uses = num_uses
@@ -425,14 +406,14 @@ class ConvDiagonalFB(LayerDiagonalFB):
         patch_mask: Array | None = None,
         weight_format: str | None = None,
     ) -> None:
-        form = convolution_form(
-            layer_collection.require_shape(uses(params)[0]),
-            has_bias=not isinstance(params, str),
-            padding=padding,
-            strides=strides,
-            dilations=dilations,
-            data_format=data_format,
-            weight_format=weight_format,
-            mask=patch_mask,
-        )
+        geometry = padding, strides, dilations, data_format, weight_format
+        form = _form(layer_collection, params, *geometry, mask=patch_mask)
         super().__init__(layer_collection, form)
+
+
+def _form(
+    layer_collection: FactorOwner, params: Params, *geometry: Any, **options: Any
+) -> LayerForm:
+    """Return the form of a convolution by its parameters; see ``convolution_form``."""
+    shape = layer_collection.require_shape(uses(params)[0])
+    return convolution_form(shape, *geometry, has_bias=not isinstance(params, str), **options)

@@ -181,11 +181,8 @@ class LayerCollection(LossMethods, core.LayerCollection):
                 ``(n, …positions, d_out)``, as in ONNX's Gather.
         """
         key = canonical_key(params)
-        form = embedding_form(
-            self._require_vocabulary(key),
-            positions=positions,
-            count_repeats=count_repeats,
-        )
+        rows = self._require_vocabulary(key)
+        form = embedding_form(rows, positions=positions, count_repeats=count_repeats)
         self._register("embedding", key, form, (inputs, outputs), approx, reuse)
 
     def register_embedding_multi(  # noqa: PLR0913 (the specification's signature)
@@ -207,11 +204,8 @@ class LayerCollection(LossMethods, core.LayerCollection):
         ``approx`` is ``"kron_indep"``.
         """
         key = canonical_key(params)
-        form = embedding_form(
-            self._require_vocabulary(key),
-            positions=positions,
-            count_repeats=count_repeats,
-        )
+        rows = self._require_vocabulary(key)
+        form = embedding_form(rows, positions=positions, count_repeats=count_repeats)
         form = replace(form, num_uses=count_uses(num_uses, inputs, outputs))
         self._register("embedding_multi", key, form, (inputs, outputs), approx, reuse)
 
@@ -239,16 +233,9 @@ class LayerCollection(LossMethods, core.LayerCollection):
         ``"WIO"`` (default) or ``"OIW"``.
         """
         key = canonical_key(params)
-        form = self._convolution(
-            key,
-            (3,),
-            padding=padding,
-            strides=strides,
-            dilations=dilations,
-            data_format=data_format,
-            weight_format=weight_format,
-            sampling=self.config.sampling(sub_sample_inputs, sub_sample_patches),
-        )
+        geometry = padding, strides, dilations, data_format, weight_format
+        sampling = self.config.sampling(sub_sample_inputs, sub_sample_patches)
+        form = self._convolution(key, (3,), *geometry, sampling=sampling)
         self._register("conv1d", key, form, (inputs, outputs), approx, reuse)
 
     def register_conv2d(  # noqa: PLR0913 (the specification's signature)
@@ -287,17 +274,9 @@ class LayerCollection(LossMethods, core.LayerCollection):
             weight_format: ``"HWIO"`` (default) or ``"OIHW"``.
         """
         key = canonical_key(params)
-        form = self._convolution(
-            key,
-            (4,),
-            padding=padding,
-            strides=strides,
-            dilations=dilations,
-            data_format=data_format,
-            weight_format=weight_format,
-            mask=patch_mask,
-            sampling=self.config.sampling(sub_sample_inputs, sub_sample_patches),
-        )
+        geometry = padding, strides, dilations, data_format, weight_format
+        sampling = self.config.sampling(sub_sample_inputs, sub_sample_patches)
+        form = self._convolution(key, (4,), *geometry, mask=patch_mask, sampling=sampling)
         self._register("conv2d", key, form, (inputs, outputs), approx, reuse)
 
     def register_conv2d_multi(  # noqa: PLR0913 (the specification's signature)
@@ -322,15 +301,8 @@ class LayerCollection(LossMethods, core.LayerCollection):
         ``num_uses`` may be omitted if a list gives it.
         """
         key = canonical_key(params)
-        form = self._convolution(
-            key,
-            (4,),
-            padding=padding,
-            strides=strides,
-            dilations=dilations,
-            data_format=data_format,
-            weight_format=weight_format,
-        )
+        geometry = padding, strides, dilations, data_format, weight_format
+        form = self._convolution(key, (4,), *geometry)
         form = replace(form, num_uses=count_uses(num_uses, inputs, outputs))
         self._register("conv2d_multi", key, form, (inputs, outputs), approx, reuse)
 
@@ -356,15 +328,8 @@ class LayerCollection(LossMethods, core.LayerCollection):
         ``"OIW"`` and so on.
         """
         key = canonical_key(params)
-        form = self._convolution(
-            key,
-            (3, 4, 5),
-            padding=padding,
-            strides=strides,
-            dilations=dilation_rate,
-            data_format=data_format,
-            weight_format=weight_format,
-        )
+        geometry = padding, strides, dilation_rate, data_format, weight_format
+        form = self._convolution(key, (3, 4, 5), *geometry)
         self._register("convolution", key, form, (inputs, outputs), approx, reuse)
 
     # -- convolutions in groups --------------------------------------------------------------------
@@ -405,15 +370,8 @@ class LayerCollection(LossMethods, core.LayerCollection):
         channels = None
         if weight_format == "OIHW":
             channels = self.require_shape(inputs)[_CHANNEL_AXIS.get(data_format or "", -1)]
-        form = depthwise_form(
-            self._require_filter(name, (4,)),
-            padding=padding,
-            strides=strides,
-            rate=rate,
-            data_format=data_format,
-            weight_format=weight_format,
-            channels=channels,
-        )
+        geometry = padding, strides, rate, data_format, weight_format
+        form = depthwise_form(self._require_filter(name, (4,)), *geometry, channels)
         self._register("depthwise_conv2d", name, form, (inputs, outputs), approx, reuse)
 
     def register_separable_conv2d(  # noqa: PLR0913 (the specification's signature)
@@ -703,11 +661,13 @@ class LayerCollection(LossMethods, core.LayerCollection):
             )
         return embedding_form(self._require_vocabulary(key), rank=1)
 
-    def _convolution(self, key: Params, ranks: tuple[int, ...], **options: Any) -> LayerForm:
+    def _convolution(
+        self, key: Params, ranks: tuple[int, ...], *geometry: Any, **options: Any
+    ) -> LayerForm:
         """Return the form of a convolution, whose filter has one of the given numbers of axes."""
         shape = self._require_filter(uses(key)[0], ranks)
         options.setdefault("sampling", self.config.sampling())
-        return convolution_form(shape, has_bias=not isinstance(key, str), **options)
+        return convolution_form(shape, *geometry, has_bias=not isinstance(key, str), **options)
 
     def _sums(
         self, names: Sequence[str], data: Sequence[str], feature_axis: int, batch_axis: int

@@ -48,15 +48,8 @@ class ConvInputKroneckerFactor(InTowers, SampledFactor):
         patch_mask: Array | None = None,
         **options: Unpack[FactorOptions],
     ) -> None:
-        form = convolution_form(
-            filter_shape,
-            has_bias=has_bias,
-            padding=padding,
-            strides=strides,
-            dilations=dilation_rate,
-            data_format=data_format,
-            mask=patch_mask,
-        )
+        geometry = padding, strides, dilation_rate, data_format
+        form = convolution_form(filter_shape, *geometry, has_bias=has_bias, mask=patch_mask)
         check_extraction(extract_patches_fn, form, strides, dilation_rate)
         config = options.get("config") or CollectionConfig()
         moment = partial(
@@ -91,20 +84,9 @@ class ConvInputMultiKF(ConvInputKroneckerFactor):
         patch_mask: Array | None = None,
         **options: Unpack[FactorOptions],
     ) -> None:
-        super().__init__(
-            inputs,
-            filter_shape,
-            padding,
-            strides,
-            dilation_rate,
-            data_format,
-            extract_patches_fn,
-            has_bias,
-            sub_sample_inputs,
-            sub_sample_patches,
-            patch_mask,
-            **options,
-        )
+        geometry = padding, strides, dilation_rate, data_format, extract_patches_fn
+        reading = has_bias, sub_sample_inputs, sub_sample_patches, patch_mask
+        super().__init__(inputs, filter_shape, *geometry, *reading, **options)
         self._moment = replace(self._moment, num_uses=uses_in([inputs], num_uses))
         self._continue_from(0)
 
@@ -181,15 +163,8 @@ class ConvDiagonalFactor(InTowers, DiagonalFactor):
         patch_mask: Array | None = None,
         **options: Unpack[FactorOptions],
     ) -> None:
-        form = convolution_form(
-            filter_shape,
-            has_bias=has_bias,
-            padding=padding,
-            strides=strides,
-            dilations=dilations,
-            data_format=data_format,
-            mask=patch_mask,
-        )
+        geometry = padding, strides, dilations, data_format
+        form = convolution_form(filter_shape, *geometry, has_bias=has_bias, mask=patch_mask)
         squares = partial(
             LayerSquare,
             input_view=form.input_view,

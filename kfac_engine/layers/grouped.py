@@ -83,28 +83,21 @@ class GroupedForm(LayerForm):
 def grouped_form(  # noqa: PLR0913 (all parameters of a convolution)
     filter_shape: tuple[int, ...],
     groups: int,
-    *,
-    has_bias: bool,
     padding: Padding,
     strides: Sequence[int] | None = None,
     dilations: Sequence[int] | None = None,
     data_format: str | None = None,
     weight_format: str | None = None,
+    *,
+    has_bias: bool,
 ) -> GroupedForm:
     """Return the form of a grouped convolution over one, two or three spatial axes.
 
     ``filter_shape`` is ``(*kernel, channels / groups, outputs)`` by default. The other arguments
     are as in ``convolution_form``.
     """
-    plain = convolution_form(
-        filter_shape,
-        has_bias=has_bias,
-        padding=padding,
-        strides=strides,
-        dilations=dilations,
-        data_format=data_format,
-        weight_format=weight_format,
-    )
+    geometry = padding, strides, dilations, data_format, weight_format
+    plain = convolution_form(filter_shape, *geometry, has_bias=has_bias)
     rows, outputs = plain.packing.matrix_shape(filter_shape)
     if groups < 1 or outputs % groups:
         raise InputError(f"{outputs} outputs cannot be divided into {groups} groups of equal size.")
@@ -122,7 +115,6 @@ def grouped_form(  # noqa: PLR0913 (all parameters of a convolution)
 
 def depthwise_form(
     filter_shape: tuple[int, ...],
-    *,
     padding: Padding,
     strides: Sequence[int],
     rate: Sequence[int] | None = None,
@@ -157,16 +149,8 @@ def depthwise_form(
             f"a depthwise filter of shape {filter_shape} in format {weight_format} needs a second "
             f"axis of one and the number of channels: declare the shape of the layer's inputs."
         )
-    form = grouped_form(
-        filter_shape,
-        channels,
-        has_bias=False,
-        padding=padding,
-        strides=strides,
-        dilations=rate,
-        data_format=data_format,
-        weight_format=weight_format,
-    )
+    geometry = padding, strides, rate, data_format, weight_format
+    form = grouped_form(filter_shape, channels, *geometry, has_bias=False)
     packing = GroupedPacking(form.packing.weight_format, False, channels, last)
     return replace(form, packing=packing)
 

@@ -151,13 +151,13 @@ def tied_form(vocabulary: int, lookups: int) -> LayerForm:
 
 def convolution_form(  # noqa: PLR0913 (all parameters of a convolution)
     filter_shape: tuple[int, ...],
-    *,
-    has_bias: bool,
     padding: Padding,
     strides: Sequence[int] | None = None,
     dilations: Sequence[int] | None = None,
     data_format: str | None = None,
     weight_format: str | None = None,
+    *,
+    has_bias: bool,
     mask: Array | None = None,
     sampling: Sampling = EVERYTHING,
 ) -> LayerForm:
@@ -165,12 +165,12 @@ def convolution_form(  # noqa: PLR0913 (all parameters of a convolution)
 
     Args:
         filter_shape: Shape of the filter, in ``weight_format``.
-        has_bias: Whether the layer has a bias.
         padding: ``"SAME"``, ``"VALID"`` (in any case) or ``((begin, end), …)``.
         strides: Stride of each spatial axis, or of each data axis (1 for batch and channels).
         dilations: Dilation of each spatial axis, or of each data axis.
         data_format: ``"NHWC"`` (the default) or ``"NCHW"``, with ``W``, ``HW`` or ``DHW``.
         weight_format: ``"HWIO"`` (the default) or ``"OIHW"``, with ``W``, ``HW`` or ``DHW``.
+        has_bias: Whether the layer has a bias.
         mask: Factor of each entry of a patch, ``(*kernel, channels)``.
         sampling: Subset of a batch that the input statistic reads.
     """
@@ -222,15 +222,9 @@ def transposed_form(
     last, first = f"{spatial}OI", f"IO{spatial}"
     weight_format = weight_format or last
     check_choice("weight_format", weight_format, (last, first))
-    adjoint = convolution_form(
-        filter_shape,
-        has_bias=False,
-        padding=padding,
-        strides=strides,
-        dilations=dilations,
-        data_format=data_format,
-        weight_format=f"{spatial}IO" if weight_format == last else f"OI{spatial}",
-    )
+    convolution = f"{spatial}IO" if weight_format == last else f"OI{spatial}"
+    geometry = padding, strides, dilations, data_format, convolution
+    adjoint = convolution_form(filter_shape, *geometry, has_bias=False)
     packing = Packing(weight_format, has_bias=False)
     return LayerForm(adjoint.output_view, adjoint.input_view, packing)
 

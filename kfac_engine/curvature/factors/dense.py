@@ -128,7 +128,7 @@ class DenseSquareMatrixFactor(FisherFactor):
         return None if exp == 1 else self._read(float(exp), damping_func)
 
     def left_multiply_matpower(self, x: Array, exp: float, damping_func: Damping) -> Array:
-        self._check_operand(x, axis=0)
+        self._check_operand(x, axis=-2)
         if exp == 1:
             fresh: Array = self.backend.matmul(self._matrix(), x) + self._added(x, damping_func)
             return fresh
@@ -136,17 +136,20 @@ class DenseSquareMatrixFactor(FisherFactor):
 
     def right_multiply_matpower(self, x: Array, exp: float, damping_func: Damping) -> Array:
         self._check_operand(x, axis=-1)
+        columns = x.swapaxes(-1, -2)
         if exp == 1:
-            fresh: Array = self.backend.matmul(x, self._matrix()) + self._added(x.T, damping_func).T
+            added = self._added(columns, damping_func).swapaxes(-1, -2)
+            fresh: Array = self.backend.matmul(x, self._matrix()) + added
             return fresh
-        return symmetric_product(self._read(float(exp), damping_func), x.T, self.backend).T
+        power = self._read(float(exp), damping_func)
+        return symmetric_product(power, columns, self.backend).swapaxes(-1, -2)
 
     def left_multiply_cholesky(
         self, x: Array, damping_func: Damping, *, transpose: bool, inverse: bool
     ) -> Array:
-        self._check_operand(x, axis=0)
+        self._check_operand(x, axis=-2)
         L = self._read(CHOLESKY_INVERSE if inverse else CHOLESKY, damping_func)
-        product: Array = self.backend.matmul(L.T if transpose else L, x)
+        product: Array = self.backend.matmul(L.swapaxes(-1, -2) if transpose else L, x)
         return product
 
     def right_multiply_cholesky(
@@ -154,7 +157,7 @@ class DenseSquareMatrixFactor(FisherFactor):
     ) -> Array:
         self._check_operand(x, axis=-1)
         L = self._read(CHOLESKY_INVERSE if inverse else CHOLESKY, damping_func)
-        product: Array = self.backend.matmul(x, L.T if transpose else L)
+        product: Array = self.backend.matmul(x, L.swapaxes(-1, -2) if transpose else L)
         return product
 
     @property
@@ -297,5 +300,5 @@ class DenseSquareMatrixFactor(FisherFactor):
         if x.ndim != 2 or x.shape[axis] != self.side:
             raise ShapeError(
                 f"{self.name} is {self.side} × {self.side}; it cannot multiply an array of shape "
-                f"{x.shape} from the {'left' if axis == 0 else 'right'}."
+                f"{x.shape} from the {'left' if axis == -2 else 'right'}."
             )

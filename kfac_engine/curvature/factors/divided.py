@@ -143,7 +143,7 @@ class DividedFactor(StackedSquareFactor):
 
     def _split(self, x: Array) -> Array:
         """Return the rows of a matrix by block, ``(blocks, rows, n)``."""
-        self._check_operand(x, axis=0)
+        DenseSquareMatrixFactor._check_operand(self, x, axis=-2)
         return split_rows(x, self._lower().shape, self.backend.xp)
 
     def _joined(self, stack: Array) -> Array:

@@ -10,14 +10,11 @@ from kfac_engine.backend.namespace import recordable
 from kfac_engine.backend.protocol import Accumulation, Backend
 from kfac_engine.backend.window import Window
 from kfac_engine.curvature.factors.dense import (
-    CHOLESKY,
-    CHOLESKY_INVERSE,
     DenseSquareMatrixFactor,
     Wanted,
 )
 from kfac_engine.curvature.factors.refresh import Damping
 from kfac_engine.curvature.factors.statistics import KroneckerMoment, LayerSquare, at_least
-from kfac_engine.curvature.linalg.kronecker import symmetric_product
 from kfac_engine.errors import ShapeError
 from kfac_engine.layers.views import View
 
@@ -115,37 +112,6 @@ class StackedSquareFactor(DenseSquareMatrixFactor):
     def stored_power(self, exp: float, damping_func: Damping) -> Array | None:
         return None  # the power is a stack
 
-    def left_multiply_matpower(self, x: Array, exp: float, damping_func: Damping) -> Array:
-        self._check_stack(x, axis=1)
-        if exp == 1:
-            fresh: Array = self.backend.matmul(self._matrix(), x) + self._levels(damping_func) * x
-            return fresh
-        return symmetric_product(self._read(float(exp), damping_func), x, self.backend)
-
-    def right_multiply_matpower(self, x: Array, exp: float, damping_func: Damping) -> Array:
-        self._check_stack(x, axis=2)
-        if exp == 1:
-            fresh: Array = self.backend.matmul(x, self._matrix()) + self._levels(damping_func) * x
-            return fresh
-        product: Array = self.backend.matmul(x, self._read(float(exp), damping_func))
-        return product
-
-    def left_multiply_cholesky(
-        self, x: Array, damping_func: Damping, *, transpose: bool, inverse: bool
-    ) -> Array:
-        self._check_stack(x, axis=1)
-        L = self._read(CHOLESKY_INVERSE if inverse else CHOLESKY, damping_func)
-        product: Array = self.backend.matmul(L.swapaxes(1, 2) if transpose else L, x)
-        return product
-
-    def right_multiply_cholesky(
-        self, x: Array, damping_func: Damping, *, transpose: bool, inverse: bool
-    ) -> Array:
-        self._check_stack(x, axis=2)
-        L = self._read(CHOLESKY_INVERSE if inverse else CHOLESKY, damping_func)
-        product: Array = self.backend.matmul(x, L.swapaxes(1, 2) if transpose else L)
-        return product
-
     def _identity(self, like: Array) -> Array:
         eye = self.backend.xp.eye(like.shape[1], dtype=like.dtype)
         identity: Array = self.backend.xp.broadcast_to(eye, like.shape)
@@ -158,19 +124,17 @@ class StackedSquareFactor(DenseSquareMatrixFactor):
     def _takes_eigenvectors(self, powers: Sequence[Wanted]) -> bool:
         return bool(powers)
 
-    def _levels(self, damping_func: Damping) -> Array:
-        """Return the damping of each group, as an array ``(groups, 1, 1)``."""
-        stack = self._lower()
-        levels = self.backend.asarray(damping_func(), stack.dtype).reshape(-1, 1, 1)
-        stacked: Array = self.backend.xp.broadcast_to(levels, (len(stack), 1, 1))
-        return stacked
+    def _added(self, x: Array, damping_func: Damping) -> Array:
+        levels = self.backend.asarray(damping_func(), self._lower().dtype).reshape(-1, 1, 1)
+        product: Array = levels * x
+        return product
 
-    def _check_stack(self, x: Array, axis: int) -> None:
+    def _check_operand(self, x: Array, axis: int) -> None:
         groups, d, _ = self._lower().shape
         if x.ndim != 3 or x.shape[0] != groups or x.shape[axis] != d:
             raise ShapeError(
                 f"{self.name} has {groups} matrices {d} × {d}; they cannot multiply an array of "
-                f"shape {x.shape} from the {'left' if axis == 1 else 'right'}."
+                f"shape {x.shape} from the {'left' if axis == -2 else 'right'}."
             )
 
 
