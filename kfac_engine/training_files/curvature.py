@@ -82,8 +82,7 @@ class CurvatureSteps:
     """Writes how a ``KfacOptimizer`` updates its curvature.
 
     ``target_inputs`` says what the targets are, and which of them have weights. ``noise`` receives
-    the inputs of random numbers; None if the file draws them. ``whole`` returns state that does not
-    change in place of arrays without entries.
+    the inputs of random numbers; None if the file draws them.
     """
 
     def __init__(
@@ -93,12 +92,10 @@ class CurvatureSteps:
         optimizer: KfacOptimizer,
         target_inputs: TargetInputs,
         noise: list[NoiseInput] | None,
-        *,
-        whole: bool,
     ) -> None:
         self._engine, self._assembly, self._noise = engine, assembly, noise
         self._target_inputs = target_inputs
-        self._optimizer, self._options, self._whole = optimizer, optimizer.options, whole
+        self._optimizer, self._options = optimizer, optimizer.options
         self._root = sqrt(float(engine.damping))
         self._sources = engine.fisher.sources
         blocks = engine.collection.fisher_blocks.items()
@@ -195,13 +192,10 @@ class CurvatureSteps:
             _is_due(step, n, k, m) for n, k, m in zip(last, every, least, strict=True)
         )
 
-        def unchanged(arrays: list[Symbol]) -> list[Symbol]:
-            return arrays if self._whole else [without_entries(array) for array in arrays]
-
         results = tape.branch(
             observes,
             lambda: self._observed(batch, state, averages, totals, step, random),
-            lambda: [*unchanged(averages), *totals],
+            lambda: [*map(without_entries, averages), *totals],
         )
         measured, new_totals = results[:count], results[count:]
 
@@ -221,7 +215,7 @@ class CurvatureSteps:
                 lines, tape.branch(observes, *chosen) if lines else (), strict=True
             ):
                 latest[i] = self._reciprocals(average)
-            return [*unchanged(stored), *self._natural(vectors, latest).values()]
+            return [*map(without_entries, stored), *self._natural(vectors, latest).values()]
 
         results = tape.branch(refreshes, fresh, old)
         natural: dict[str, Any] = {n: Missing(n, v) for n, v in vectors.items()}

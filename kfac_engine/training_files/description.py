@@ -30,9 +30,8 @@ class Description:
     state: Mapping[str, tuple[int, ...]]  # shapes of the states, by name
     parameters: tuple[str, ...]  # the states that are weights or running statistics of the model
     metrics: tuple[str, ...]  # outputs that are not state
-    # Type and shape of each input of a step that is not state, and of ``rate``; the axis of steps,
-    # which the files of several steps have, is left out. A text in a shape is a multiple of the
-    # number of examples: ``"batch"`` or ``"4 batch"``.
+    # Type and shape of each input of a step that is not state, and of ``rate``. A text in a shape
+    # is a multiple of the number of examples: ``"batch"`` or ``"4 batch"``.
     data: Mapping[str, Mapping[str, Any]]
     predictions: Mapping[str, Mapping[str, Any]]  # type and shape of each output of the model
     # By input of ``evaluate.onnx``, the output of ``predict.onnx`` that it reads.
@@ -53,9 +52,6 @@ class Description:
     # Weight, copy in the file, and whether the copy is its transpose.
     ties: tuple[tuple[str, str, bool], ...] = ()
     batch_size: int | None = None  # the only number of examples; None for any
-    # Number of steps that a call should take; with more than one, the inputs and the metrics have a
-    # first axis of steps.
-    steps_per_call: int = 1
 
     def properties(self) -> dict[str, str]:
         """Return the metadata of a file."""
@@ -138,7 +134,7 @@ const options = {{ graphOptimizationLevel: 'disabled' }};
 const trainer = await ort.InferenceSession.create('training.onnx', options);
 const state = {{ ...(await (await ort.InferenceSession.create('initial.onnx')).run({{}})) }};
 for (const batch of batches) {{          // {{{batch}}}
-  const rate = new ort.Tensor('float32', {js_rate});
+  const rate = new ort.Tensor('float32', [1], []);
   const result = await trainer.run({{ ...batch, rate, ...state }});
   for (const name in state) if (result['new ' + name].size) state[name] = result['new ' + name];
 }}
@@ -154,7 +150,7 @@ first = onnxruntime.InferenceSession("initial.onnx")
 state = dict(zip([o.name for o in first.get_outputs()], first.run(None, {{}})))
 names = [o.name for o in trainer.get_outputs()]
 for batch in batches:  # {{{batch}}}
-    feeds = {{**batch, "rate": numpy.{py_rate}, **state}}
+    feeds = {{**batch, "rate": numpy.array(1, "float32"), **state}}
     result = dict(zip(names, trainer.run(None, feeds)))
     state |= {{n: result["new " + n] for n in state if result["new " + n].size}}
 ```
@@ -229,22 +225,12 @@ is for examples that are new in each step.
 """
 
 
-_SEVERAL = (
-    " A call takes {count} steps, or any other number. Inputs, `rate` and metrics have a first "
-    "axis of steps; the batches of a call have one size."
-)
-
-
 def readme(description: Description, data: Sequence[Input]) -> str:
     """Return the text; ``data`` are the inputs of a step that are not state."""
     size = "Every number of examples runs with the same files."
     if description.batch_size is not None:
         size = f"The model runs with {description.batch_size} examples only."
     shapes = dict(description.state)
-    count = description.steps_per_call
-    one = count == 1
-    if not one:
-        size += _SEVERAL.format(count=count)
     numbers = sum(map(prod, shapes.values()))
     parameters = set(description.parameters)
     batch = ", ".join(f"{entry.name}" for entry in data if entry.name != "rate")
@@ -262,8 +248,6 @@ def readme(description: Description, data: Sequence[Input]) -> str:
         different=_DIFFERENT if DIFFERENT in shapes else "",
         factors=_factors(description),
         batch=batch,
-        js_rate="[1], []" if one else f"new Float32Array({count}).fill(1), [{count}]",
-        py_rate='array(1, "float32")' if one else f'ones({count}, "float32")',
     )
 
 

@@ -85,7 +85,6 @@ def export_training(  # noqa: PLR0913 (every choice a user has, each with a defa
     tie_weights: bool = False,
     batch_axes: Mapping[str, int] | None = None,
     sample_inputs: Mapping[str, Array] | None = None,
-    steps_per_call: int = 1,
     accumulate: int = 1,
     noise: str = "internal",
     provider: Provider = "any",
@@ -118,9 +117,6 @@ def export_training(  # noqa: PLR0913 (every choice a user has, each with a defa
         batch_axes: Axis of the examples of each input, by name.
         sample_inputs: A batch that determines shapes; by default a generated batch. The files fix
             its sizes of all axes except those of the examples, such as the lengths of texts.
-        steps_per_call: Number of steps in a call of ``training.onnx``. With more than one, its
-            inputs and metrics have a first axis of steps, and the state enters and leaves the
-            runtime once in a call. A call may have any number of steps.
         accumulate: Number of parts into which a step divides the batch. The file evaluates
             the parts one after another, so that it needs the memory of one part, and adds their
             gradients.
@@ -147,13 +143,7 @@ def export_training(  # noqa: PLR0913 (every choice a user has, each with a defa
     folder = _checked_folder(path)
     check_choice("noise", noise, NOISE)
     check_choice("provider", provider, PROVIDERS)
-    check_int("steps_per_call", steps_per_call, least=1)
     check_int("accumulate", accumulate, least=1)
-    if steps_per_call > 1 and noise == "input":
-        raise UnsupportedError(
-            "the random numbers are inputs of one step; leave steps_per_call out, or take noise="
-            "'internal'."
-        )
     chosen = EngineOptions(
         loss=loss, output=output, class_axis=class_axis, reduction=reduction,
         trainable=trainable, freeze=freeze,
@@ -177,7 +167,6 @@ def export_training(  # noqa: PLR0913 (every choice a user has, each with a defa
         trainer,
         target_inputs,
         noise_is_input=noise == "input",
-        several=steps_per_call > 1,
         parts=accumulate,
     )
     step = _with_read_noise(_recorded(recorder))
@@ -186,11 +175,7 @@ def export_training(  # noqa: PLR0913 (every choice a user has, each with a defa
     for note in _fixed_sizes(assembly, sample_inputs or {}):
         warn(note)
     metrics = record_metrics(assembly, target_inputs, step.targets)
-    description = replace(
-        _described(assembly, optimizer, options, step),
-        evaluated=metrics.read,
-        steps_per_call=steps_per_call,
-    )
+    description = _described(assembly, optimizer, options, step, metrics.read)
     contents = {
         TRAINING: _training(assembly.model, step, description),
         INITIAL: _initial(step.state, description),
@@ -351,7 +336,11 @@ def _with_read_noise(step: StepGraph) -> StepGraph:
 
 
 def _described(
-    assembly: Assembly, optimizer: str, options: Mapping[str, Any], step: StepGraph
+    assembly: Assembly,
+    optimizer: str,
+    options: Mapping[str, Any],
+    step: StepGraph,
+    evaluated: Mapping[str, str],
 ) -> Description:
     batch = assembly.task.batch
     digest = hashlib.sha256()
@@ -362,7 +351,6 @@ def _described(
     data = {entry.name for entry in assembly.model.graph.inputs}
     heads = {head.loss.require_target_name(): head for head in assembly.task.heads}
     outputs = [n for n in assembly.model.loaded.graph.outputs if n in assembly.model.facts]
-    steps = int(any(entry.name == "rate" and entry.shape for entry in step.data))
     return Description(
         identity=digest.hexdigest()[:16],
         model=assembly.model.loaded.graph.name,
@@ -380,9 +368,9 @@ def _described(
         state={name: array.shape for name, array in step.state.items()},
         parameters=step.parameters,
         metrics=step.metrics,
-        data={entry.name: _as_json(entry, steps) for entry in step.data},
+        data={entry.name: _as_json(entry) for entry in step.data},
         predictions={name: _as_json(declared_value(assembly, name)) for name in outputs},
-        evaluated={},
+        evaluated=evaluated,
         types={n: str(a.dtype) for n, a in step.state.items() if a.dtype != np.float32},
         different=DIFFERENT if DIFFERENT in step.state else "",
         noise=step.noise,
@@ -392,10 +380,10 @@ def _described(
     )
 
 
-def _as_json(entry: Input, steps: int = 0) -> dict[str, Any]:
-    """Return the type and the shape of an array, without its first ``steps`` axes."""
+def _as_json(entry: Input) -> dict[str, Any]:
+    """Return the type and the shape of an array."""
     dtype = entry.dtype if entry.stored is None else entry.stored
-    return {"type": str(dtype), "shape": list((entry.shape or ())[steps:])}
+    return {"type": str(dtype), "shape": list(entry.shape or ())}
 
 
 def _plain(value: Any) -> Any:
@@ -459,8 +447,6 @@ def _predict(model: OnnxModel, step: StepGraph, description: Description) -> Mod
     nodes = needed(graph.nodes, outputs)
     read = values_read(nodes)
     inputs = [entry for entry in step.data if entry.name in read]
-    if description.steps_per_call > 1:
-        inputs = [replace(entry, shape=(entry.shape or ())[1:]) for entry in inputs]
     weights = {n: a for n, a in step.state.items() if n in step.parameters and n in read}
     inputs += [Input(name, array.dtype, array.shape) for name, array in weights.items()]
     constants = {n: a for n, a in graph.constants.items() if n in read and n not in weights}

@@ -1,6 +1,6 @@
 """Defines ``TrainingFiles``, which runs the files of ``export_training`` and loads their states."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -133,27 +133,21 @@ class TrainingFiles:
         skipped, source = 0, self._source(data, batch_size, seed)
         if np.isinf(current.get(DIFFERENT, 0.0)) and source.examples:
             current[DIFFERENT] = np.array(source.examples, np.float32)
-        start, several = int(current["step"]), self.description.steps_per_call > 1
-        batches = (self._named(*batch, axes=0) for batch in _batches(source.train, start))
-        for group in _groups(batches, steps, self.description.steps_per_call):
-            first = start + len(losses)
-            rates = [rate(first + k) if callable(rate) else rate for k in range(len(group))]
-            for k, value in enumerate(rates):
-                check_at_least_zero(f"the rate of step {first + k}", value)
-            arrays, values = (_stacked(group), rates) if several else (group[0], rates[0])
-            results = self._call(current, arrays, np.array(values, np.float32))
+        start = int(current["step"])
+        for step, batch in enumerate(islice(_batches(source.train, start), steps), start):
+            value = rate(step) if callable(rate) else rate
+            check_at_least_zero(f"the rate of step {step}", value)
+            results = self._call(current, self._named(*batch), np.array(value, np.float32))
             new = {name: results[f"{_NEW}{name}"] for name in current}
             current |= {name: array for name, array in new.items() if array.size}
-            losses += np.ravel(results["loss"]).tolist()
-            skipped += int(np.sum(~results["finite"]))
+            losses.append(float(results["loss"]))
+            skipped += int(not results["finite"])
         return TrainingRun(_copies(current), losses, skipped)
 
     def step(
-        self, state: State, inputs: Mapping[str, Array], targets: Any, *, rate: float | Array = 1.0
+        self, state: State, inputs: Mapping[str, Array], targets: Any, *, rate: float = 1.0
     ) -> dict[str, Array]:
         """Return the outputs of ``training.onnx`` for one batch.
-
-        With several steps in a call, inputs, targets, weights and rate have a first axis of steps.
 
         Args:
             state: The state by name.
@@ -171,12 +165,9 @@ class TrainingFiles:
             ShapeError: An input has another shape, or weights are not those that the files were
                 written for.
         """
-        several = self.description.steps_per_call > 1
-        arrays, rates = self._named(inputs, targets, axes=int(several)), np.asarray(rate)
+        arrays, rates = self._named(inputs, targets), np.asarray(rate)
         if rates.dtype.kind not in "iuf" or not (np.isfinite(rates) & (rates >= 0)).all():
             raise InputError(f"rate must be a finite number of at least 0, got {rate!r:.80}.")
-        if several and not rates.ndim:
-            rates = np.full(next(iter(arrays.values())).shape[:1], rates)
         return self._call(state, arrays, rates)
 
     def predict(self, state: AnyState, inputs: Mapping[str, Array]) -> dict[str, Array]:
@@ -206,7 +197,7 @@ class TrainingFiles:
 
         Args:
             state: As for ``predict``.
-            batches: Pairs of inputs and targets, as for ``step`` of files with one step in a call.
+            batches: Pairs of inputs and targets, as for ``step``.
 
         Returns:
             The metrics of all batches together, by name.
@@ -218,7 +209,7 @@ class TrainingFiles:
         """
         weights, totals = self._checked(state, self.parameters), dict[str, Array]()
         for inputs, targets in batches:
-            arrays = self._named(inputs, targets, axes=0)
+            arrays = self._named(inputs, targets)
             results = self._predicted(weights, inputs)
             read = {name: results[source] for name, source in self.description.evaluated.items()}
             for name, value in self._results(EVALUATE, {**arrays, **read}).items():
@@ -333,10 +324,10 @@ class TrainingFiles:
 
     # -- private -----------------------------------------------------------------------------------
 
-    def _named(self, inputs: Mapping[str, Array], targets: Any, *, axes: int) -> dict[str, Array]:
+    def _named(self, inputs: Mapping[str, Array], targets: Any) -> dict[str, Array]:
         """Return the arrays of a batch by input of ``training.onnx``, before checks of the arrays.
 
-        Weights that are not given are ones. ``axes`` is 1 for arrays with a first axis of steps.
+        Weights that are not given are ones.
         """
         self._check_names(TRAINING, inputs)
         about, targets = self.description, weights_gathered(targets)
@@ -344,14 +335,12 @@ class TrainingFiles:
         named = {**inputs, **_by_input(about.outputs, targets.targets if weighted else targets)}
         arrays = {name: as_array(value) for name, value in named.items()}
         if weighted:
-            arrays |= self._weights(targets.weights, axes)
+            arrays |= self._weights(targets.weights)
         session = self._session(TRAINING)
-        skipped = (about.steps_per_call > 1) - axes
-        declared = {name: shape[skipped:] for name, shape in session.input_shapes.items()}
-        sizes = _sizes(declared, arrays)
+        sizes = _sizes(session.input_shapes, arrays)
         for name, _ in about.weights.values():
             if name not in arrays:
-                shape = [sizes.get(size, size) for size in declared[name]]
+                shape = [sizes.get(size, size) for size in session.input_shapes[name]]
                 arrays[name] = np.ones(shape, session.input_dtypes[name])
         return arrays
 
@@ -379,7 +368,7 @@ class TrainingFiles:
         _check_shapes(session.input_shapes, feeds)
         return session.run(tuple(session.output_dtypes), feeds)
 
-    def _weights(self, weights: Any, axes: int) -> dict[str, Array]:
+    def _weights(self, weights: Any) -> dict[str, Array]:
         """Return the weights of targets by input, after their ranks were checked."""
         about = self.description
         if not about.weights:
@@ -391,9 +380,9 @@ class TrainingFiles:
         dtypes, ranks = self._session(TRAINING).input_dtypes, dict(about.weights.values())
         for name, weight in by_input.items():
             array = numeric(f"'{name}'", as_array(weight))
-            if name in ranks and array.ndim != ranks[name] + axes:
+            if name in ranks and array.ndim != ranks[name]:
                 raise ShapeError(
-                    f"the weights of a batch have the shape {array.shape[axes:]}, but the input "
+                    f"the weights of a batch have the shape {array.shape}, but the input "
                     f"'{name}' has {ranks[name]} axes; give weights in the form for which "
                     f"the files were exported."
                 )
@@ -458,29 +447,6 @@ def _endless(train: Batches, epoch: int, first: int) -> Iterator[tuple[Any, Any]
         if count < 0:
             raise InputError("the data have no batch left; pass more of them, or fewer steps.")
         epoch, first = epoch + 1, 0
-
-
-def _groups(
-    batches: Iterator[dict[str, Array]], steps: int, size: int
-) -> Iterator[list[dict[str, Array]]]:
-    """Yield the batches of each call; within a call, their arrays have the same shapes."""
-    group: list[dict[str, Array]] = []
-    for _ in range(steps):
-        batch = next(batches)
-        if group and (len(group) == size or _shapes(batch) != _shapes(group[0])):
-            yield group
-            group = []
-        group.append(batch)
-    yield group
-
-
-def _shapes(batch: Mapping[str, Array]) -> dict[str, tuple[int, ...]]:
-    return {name: array.shape for name, array in batch.items()}
-
-
-def _stacked(batches: Sequence[Mapping[str, Array]]) -> dict[str, Array]:
-    """Return arrays of equal batches, along a new first axis."""
-    return {name: np.stack([batch[name] for batch in batches]) for name in batches[0]}
 
 
 # -- checks of arrays ------------------------------------------------------------------------------

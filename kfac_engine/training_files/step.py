@@ -1,6 +1,6 @@
 """Writes an optimizer's training step as one graph: ``training.onnx``."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -36,7 +36,6 @@ from kfac_engine.training_files.parts import (
 )
 
 PREFIX = "step/"
-STEPS = "steps"  # symbol of the number of steps in a call
 NEW = "new "
 # Names of the inputs and outputs of every file, besides the state.
 OWN = ("rate", "loss", "accuracy", "finite")
@@ -70,8 +69,8 @@ class StepRecorder:
     """Records the step of an optimizer that has taken no step.
 
     ``assembly`` has the engine's model, losses and layers. With ``noise_is_input``, the random
-    numbers of the step are inputs of the file. With ``several``, a call takes several steps. A step
-    divides the batch into ``parts``, one after the other.
+    numbers of the step are inputs of the file. A step divides the batch into ``parts``, one after
+    the other.
     """
 
     def __init__(
@@ -82,28 +81,23 @@ class StepRecorder:
         target_inputs: TargetInputs,
         *,
         noise_is_input: bool,
-        several: bool,
         parts: int,
     ) -> None:
         self._engine, self._assembly, self._optimizer = engine, assembly, optimizer
         self._model, self._names = assembly.model, trained_names(engine)
         self._noise: list[NoiseInput] | None = [] if noise_is_input else None
         self._target_inputs = target_inputs
-        self._curvature, self._several, self._parts = None, several, parts
+        self._curvature, self._parts = None, parts
         if isinstance(optimizer, KfacOptimizer):
             self._curvature = CurvatureSteps(
-                engine, assembly, optimizer, target_inputs, self._noise, whole=several
+                engine, assembly, optimizer, target_inputs, self._noise
             )
 
     def record(self) -> StepGraph:
         """Return the recorded step."""
         tape, state = new_tape(PREFIX), self._initial_state()
         data = [*self._inputs(), *self._targets(), Input("rate", _FLOAT, ())]
-        if self._several:
-            outputs = self._looped(tape, state, data)
-            data = [replace(e, shape=(STEPS, *(e.shape or ()))) for e in data]
-        else:
-            outputs = self._outputs(tape, state, {})
+        outputs = self._outputs(tape, state)
         noise = self._noise or ()
         # The nodes of the model draw for the whole batch, the statistics for their part of it.
         symbols = ["batch" if n.name.startswith(OF_NODES) else "part" for n in noise]
@@ -122,18 +116,14 @@ class StepRecorder:
             tuple(self._targets()),
         )
 
-    def _outputs(
-        self, tape: Tape, state: Mapping[str, Array], names: Mapping[str, str]
-    ) -> dict[str, Symbol]:
+    def _outputs(self, tape: Tape, state: Mapping[str, Array]) -> dict[str, Symbol]:
         """Record a step; return its metrics and the new state by name.
 
-        ``state`` has the first value of each state. ``names`` maps an input of the step to its name
-        where the nodes are, if it is another.
+        ``state`` has the first value of each state.
         """
-        values = {n: Recorded(tape, names.get(n, n), a.shape, a.dtype) for n, a in state.items()}
-        names = {**self._renamed(state), **names}
-        batch = self._evaluation(tape, names)
-        step, rate = values["step"], Recorded(tape, names.get("rate", "rate"), (), _FLOAT)
+        values = {name: Recorded(tape, name, a.shape, a.dtype) for name, a in state.items()}
+        batch = self._evaluation(tape, self._renamed(state))
+        step, rate = values["step"], Recorded(tape, "rate", (), _FLOAT)
         random = RandomNodes(Draws(tape, step, self._noise)).write
         if self._parts > 1:
             loss, metrics, gradients, buffers = self._accumulated(batch, step)
@@ -157,8 +147,7 @@ class StepRecorder:
 
         def unchanged() -> list[Symbol]:
             # An output without entries keeps the old state; a copy of it would cost time.
-            olds: list[Symbol] = [*values.values()]
-            return olds if self._several else [without_entries(v) if v.ndim else v for v in olds]
+            return [without_entries(v) if v.ndim else v for v in values.values()]
 
         results = dict(zip(state, tape.branch(finite, updated, unchanged), strict=True))
         new_state = {f"{NEW}{name}": value for name, value in results.items()}
@@ -219,37 +208,8 @@ class StepRecorder:
 
     def _evaluation(self, tape: Tape, names: Mapping[str, str]) -> EvaluationGraph:
         """Return the evaluation of a batch."""
-        examples = self._examples(tape, names)
+        examples = self._examples(tape)
         return EvaluationGraph(self._assembly, tape, examples, names, self._target_inputs)
-
-    def _looped(
-        self, tape: Tape, state: Mapping[str, Array], data: Sequence[Input]
-    ) -> dict[str, Symbol]:
-        """Record a loop over steps, in which the state crosses no border of the runtime."""
-        with tape.body() as level:
-            index, go = (f"{level.prefix}{name}" for name in ("index", "go"))
-            names = {name: f"{level.prefix}{name}" for name in (*(e.name for e in data), *state)}
-            for entry in data:
-                level.op("Gather", entry.name, index, axis=0, result=names[entry.name])
-            outputs = self._outputs(tape, state, names)
-            carried = [outputs.pop(f"{NEW}{name}") for name in state]
-            condition = Recorded(tape, go, (), np.bool_)
-            counters = [Input(index, _INTEGER, ()), Input(go, np.dtype(np.bool_), ())]
-            inputs = [Input(names[n], a.dtype, a.shape) for n, a in state.items()]
-            results = [condition, *carried, *outputs.values()]
-            body = level.closed(results, [*counters, *inputs])
-        count = tape.record("Squeeze", [tape.record("Shape", ["rate"])])
-        operands = [count, "", *state]
-        loop = tape.level.multi("Loop", operands, [""] * (len(results) - 1), body=body)
-        new = [*(f"{NEW}{name}" for name in state), *outputs]
-        shapes = [
-            *(a.shape for a in state.values()),
-            *((STEPS, *v.shape) for v in outputs.values()),
-        ]
-        types = [v.dtype for v in results[1:]]
-        rows = zip(new, loop, shapes, types, strict=True)
-        named = {n: Recorded(tape, name, shape, dtype) for n, name, shape, dtype in rows}
-        return {**{name: named[name] for name in outputs}, **named}
 
     def _renamed(self, state: Mapping[str, Array]) -> dict[str, str]:
         """Return new names for values of the model whose names the file itself needs.
@@ -291,13 +251,13 @@ class StepRecorder:
             state |= {SEEN: np.zeros((), _INTEGER), DIFFERENT: np.array(np.inf, _FLOAT)}
         return state | (self._curvature.initial_state() if self._curvature else {})
 
-    def _examples(self, tape: Tape, names: Mapping[str, str]) -> Size | None:
+    def _examples(self, tape: Tape) -> Size | None:
         """Record the number of examples; None if the model runs with one number only."""
         batch = self._assembly.task.batch
         if batch.fixed or not batch.inputs:
             return None
         name, axis = next(iter(batch.inputs.items()))
-        return size_of(tape, names.get(name, name), axis)
+        return size_of(tape, name, axis)
 
     def _pass(
         self, batch: EvaluationGraph, random: Writer, whole: Observation | None = None

@@ -58,7 +58,7 @@ def test_the_files_hold_standard_operators_and_no_weights(files):
     [
         ("dense", {"weights": "examples"}),
         ("tokens", {"optimizer": "muon"}),
-        ("conv2d", {"accumulate": 2, "steps_per_call": 2}),
+        ("conv2d", {"accumulate": 2}),
         ("gru", {"noise": "input"}),
         ("batch normalization", {"optimizer": "adamw", "provider": "webgpu"}),
     ],
@@ -267,12 +267,11 @@ def test_a_run_takes_the_batches_of_fit(tmp_path):
         np.testing.assert_allclose(value, history.engine.parameters[name], rtol=1e-3, atol=1e-5)
 
 
-@pytest.mark.parametrize("calls", [1, 3])
 @pytest.mark.parametrize("given", ["arrays", "batches"])
-def test_a_run_from_a_state_continues_the_run(given, calls, tmp_path):
+def test_a_run_from_a_state_continues_the_run(given, tmp_path):
     """The order of the data and the schedule are at the step of the state."""
     model = network("dense")
-    files = ke.export_training(model, path=tmp_path / "files", steps_per_call=calls)
+    files = ke.export_training(model, path=tmp_path / "files")
     form = data(model, n=50) if given == "arrays" else [data(model, seed) for seed in range(4)]
 
     def run(steps, state=None):

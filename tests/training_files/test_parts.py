@@ -1,4 +1,4 @@
-"""Steps in parts of a batch, and several steps in a call of a training file."""
+"""Steps in parts of a batch."""
 
 from itertools import pairwise
 
@@ -10,24 +10,6 @@ from tests.comparing import assert_arrays_close
 from tests.models import Net
 from tests.nightly import nightly_but
 from tests.training_files.nets import data, network
-
-
-@pytest.mark.parametrize("optimizer", ["kfac", "adamw"])
-@pytest.mark.parametrize("net", ["conv2d", "batch normalization"])
-def test_several_steps_in_a_call_equal_single_steps(optimizer, net, tmp_path):
-    model = network(net)
-    one = ke.export_training(model, optimizer=optimizer, path=tmp_path / "one")
-    many = ke.export_training(model, optimizer=optimizer, path=tmp_path / "many", steps_per_call=4)
-    batches = [data(model, seed, 7 if seed < 6 else 5) for seed in range(10)]
-    batches[2][0]["input"][0] = np.inf  # a step that is skipped inside the loop
-
-    def rate(step):
-        return 1 - step / 20
-
-    first, second = (files.run(batches, steps=10, rate=rate) for files in (one, many))
-    assert first.skipped == second.skipped == 1
-    np.testing.assert_allclose(second.losses, first.losses, rtol=1e-5)
-    assert_arrays_close(second.state, first.state, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("optimizer", ["kfac", "adamw"])
@@ -50,9 +32,9 @@ def test_parts_of_a_batch_give_the_step_of_the_batch(optimizer, net, tmp_path):
     np.testing.assert_allclose(a["accuracy"], b["accuracy"], atol=1e-6)
 
 
-def test_parts_in_several_steps_a_call_and_with_other_options(tmp_path):
+def test_parts_with_statistics_of_the_whole_batch(tmp_path):
     model = network("conv2d")
-    options = [{}, {"accumulate": 2, "steps_per_call": 3, "statistics_part": 1.0}]
+    options = [{}, {"accumulate": 2, "statistics_part": 1.0}]
     one, many = (
         ke.export_training(model, path=tmp_path / str(i), **{"statistics_part": 1.0, **chosen})
         for i, chosen in enumerate(options)
@@ -62,13 +44,12 @@ def test_parts_in_several_steps_a_call_and_with_other_options(tmp_path):
     np.testing.assert_allclose(second.losses, first.losses, rtol=1e-4)
 
 
-@pytest.mark.parametrize("several", [{}, {"steps_per_call": 2}], ids=["one step", "two steps"])
 @pytest.mark.parametrize(("parts", "n"), [(2, 12), (3, 7), (4, 9), (4, 3)])
-def test_running_statistics_after_parts_are_those_of_the_optimizer(parts, n, several, tmp_path):
+def test_running_statistics_after_parts_are_those_of_the_optimizer(parts, n, tmp_path):
     """They move once in a step: the variance is that of all examples, not of one of the parts."""
     model = network("batch normalization")
     folder = tmp_path / "files"
-    files = ke.export_training(model, optimizer="adamw", path=folder, accumulate=parts, **several)
+    files = ke.export_training(model, optimizer="adamw", path=folder, accumulate=parts)
     inputs, targets = data(model, n=n)
     x = inputs["input"] + np.linspace(0, 9, n, dtype="float32").reshape(-1, 1, 1, 1)  # unlike parts
     result = files.run([({"input": x}, targets)] * 2, steps=2)

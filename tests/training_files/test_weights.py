@@ -64,12 +64,9 @@ def test_parts_have_the_weights_of_the_whole_batch(loss, given, targets, optimiz
     assert abs(unweighted - expected["loss"]) > 1e-3
 
 
-@pytest.mark.parametrize("calls", [1, 3])
 @pytest.mark.parametrize("form", [{"weights": "examples"}, {"mask": "predictions"}])
-def test_batches_without_weights_have_weights_of_one(form, calls, tmp_path):
-    files = ke.export_training(
-        network("tokens"), "categorical", "adam", path=tmp_path, steps_per_call=calls, **form
-    )
+def test_batches_without_weights_have_weights_of_one(form, tmp_path):
+    files = ke.export_training(network("tokens"), "categorical", "adam", path=tmp_path, **form)
     rng, batches = np.random.default_rng(0), []
     shape = (6, 5) if "mask" in form else (6,)
     for seed, weights in enumerate([None, rng.integers(0, 2, shape), None, np.ones(shape)]):
@@ -81,15 +78,12 @@ def test_batches_without_weights_have_weights_of_one(form, calls, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["weights", "mask"])
-@pytest.mark.parametrize("calls", [1, 2])
-def test_a_run_reads_the_weights_of_the_data(kind, calls, tmp_path):
+def test_a_run_reads_the_weights_of_the_data(kind, tmp_path):
     model = network("conv2d")
     inputs, targets = data(model)
     weights = WEIGHTS > 0 if kind == "mask" else WEIGHTS
-    files = ke.export_training(
-        model, "categorical", "adam", path=tmp_path / "files", steps_per_call=calls,
-        **{kind: "examples"},
-    )  # fmt: skip
+    form = {kind: "examples"}
+    files = ke.export_training(model, "categorical", "adam", path=tmp_path / "files", **form)
     run = files.run((inputs, targets, weights), steps=4, batch_size=6, seed=3)
     engine = ke.Engine.from_onnx(model, loss="categorical", threads=1)
     history = ke.fit(

@@ -23,7 +23,6 @@ STEPS = 6
 FILES = {
     "kfac": ("cnn", {}),
     "adamw": ("cnn", {"optimizer": "adamw"}),
-    "several": ("cnn", {"steps_per_call": 4}),
     "weighted": ("cnn", {"optimizer": "adamw", "weights": "examples"}),
     "sequence": ("sequence", {"optimizer": "adamw"}),
 }

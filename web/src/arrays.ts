@@ -126,19 +126,6 @@ export function ones(expected: ArrayType, sizes: ReadonlyMap<string, number>): T
   return { type: expected.type, data: converted('', expected, values), dims };
 }
 
-/** Return arrays of equal shapes along a new first axis. */
-export function stacked(arrays: readonly Typed[]): Typed {
-  const [first] = arrays as readonly [Typed];
-  const size = first.data.length;
-  if (Array.isArray(first.data)) {
-    const texts = arrays.flatMap(({ data }) => data as readonly string[]);
-    return { type: first.type, data: texts, dims: [arrays.length, ...first.dims] };
-  }
-  const data = new (first.data.constructor as new (n: number) => Float32Array)(size * arrays.length);
-  arrays.forEach((array, i) => data.set(array.data as Float32Array, size * i));
-  return { type: first.type, data, dims: [arrays.length, ...first.dims] };
-}
-
 /** Return the examples with some numbers, of an array that has them along an axis. */
 export function rows(array: Typed, axis: number, numbers: ArrayLike<number>): Typed {
   const { dims, data } = array;

@@ -1,6 +1,6 @@
 /** The files of one export: their sessions, and the state. */
 
-import { counts, ones, stacked, typed, Typed, typeOfRuntime } from './arrays.js';
+import { counts, ones, typed, Typed, typeOfRuntime } from './arrays.js';
 import { describe } from './description.js';
 import { read as readTensors, written } from './safetensors.js';
 import { addressOf, defaultRuntime, read } from '#runtime';
@@ -25,8 +25,8 @@ export interface Model {
   readonly description: Description;
   /** Number of steps in the state. */
   steps(): Promise<number>;
-  /** Take steps on batches of equal shapes, in one call of the file. */
-  take(batches: readonly Arrays[], rates: readonly number[]): Promise<Measured[]>;
+  /** Take a step on a batch. */
+  take(batch: Arrays, rate: number): Promise<Measured>;
   predict(inputs: Arrays): Promise<Results>;
   evaluate(batch: Arrays): Promise<Sums>;
   /** Say how many different examples there are, unless the state knows. */
@@ -122,19 +122,13 @@ export class LocalModel implements Model {
     return this.alone(() => this.taken());
   }
 
-  take(batches: readonly Arrays[], rates: readonly number[]): Promise<Measured[]> {
+  take(batch: Arrays, rate: number): Promise<Measured> {
     return this.alone(async () => {
       const start = performance.now();
-      const several = this.description.steps_per_call > 1;
-      const each = batches.map((batch) => this.batch(batch));
-      const [first] = each as [Record<string, Typed>];
       const feeds: Record<string, Tensor> = { ...this.state };
-      for (const name of Object.keys(first)) {
-        feeds[name] = this.tensor(several ? stacked(each.map((batch) => batch[name] as Typed)) : first[name] as Typed);
-      }
-      const dims = several ? [rates.length] : [];
-      feeds['rate'] = this.tensor({ type: 'float32', data: Float32Array.from(rates), dims });
-      let step = await this.taken();
+      for (const [name, array] of Object.entries(this.batch(batch))) feeds[name] = this.tensor(array);
+      feeds['rate'] = this.tensor({ type: 'float32', data: Float32Array.of(rate), dims: [] });
+      const step = await this.taken();
       const results = await this.run('training', feeds);
       for (const [name, latest] of this.latest) {
         const value = results[latest] as Tensor; // without entries, it is the old one
@@ -143,19 +137,11 @@ export class LocalModel implements Model {
         if (old.location !== 'cpu') old.dispose();
         this.state[name] = value;
       }
-      const [finite, ...metrics] = this.measured;
-      const columns: Record<string, ArrayLike<number | bigint>> = {};
-      for (const name of this.measured) columns[name] = await dataOf(results[name] as Tensor);
-      const at = (name: string | undefined, i: number): number => Number(columns[name as string]?.[i]);
-      const milliseconds = (performance.now() - start) / batches.length;
-      const records = batches.map((_, i) => {
-        const named = Object.fromEntries(metrics.map((name) => [name, at(name, i)]));
-        const measured = { step, finite: Boolean(at(finite, i)), milliseconds, metrics: named };
-        step += Number(measured.finite);
-        return measured;
-      });
-      this.step = step;
-      return records;
+      const metrics: Record<string, number> = {};
+      for (const name of this.measured) metrics[name] = Number((await dataOf(results[name] as Tensor))[0]);
+      const { finite, ...others } = metrics;
+      this.step = step + Number(finite);
+      return { step, finite: Boolean(finite), milliseconds: performance.now() - start, metrics: others };
     });
   }
 

@@ -131,40 +131,24 @@ export class Trainer<S extends Signature = AnySignature> {
     const examples = options.examples ?? batches.examples;
     signal?.throwIfAborted();
     if (examples !== undefined) await this.model.setExamples(examples);
-    const perCall = this.description.steps_per_call;
     let step = await this.model.steps();
     let rested = performance.now();
-    const take = async (group: readonly S['batch'][]): Promise<StepRecord<S['metrics']>[]> => {
+    let taken = 0;
+    for await (const batch of batches) {
+      if (taken === steps) break;
       signal?.throwIfAborted();
       if (performance.now() - rested > RESPONSE) {
         await pause();
         rested = performance.now();
         signal?.throwIfAborted();
       }
-      const rates = group.map((_, i) => checkedRate(typeof rate === 'function' ? rate(step + i) : rate));
-      const measured: Measured[] = await this.model.take(group as readonly Arrays[], rates);
-      return measured.map(({ metrics, ...rest }, i) => {
-        step = rest.step + Number(rest.finite);
-        return { ...metrics, ...rest, rate: rates[i] } as StepRecord<S['metrics']>;
-      });
-    };
-    let taken = 0;
-    let group: S['batch'][] = [];
-    for await (const batch of batches) {
-      if (taken === steps) break;
-      if (group.length && !alike(group[0] as Arrays, batch as Arrays)) {
-        yield* await take(group);
-        group = [];
-      }
-      group.push(batch);
+      const factor = checkedRate(typeof rate === 'function' ? rate(step) : rate);
+      const { metrics, ...rest }: Measured = await this.model.take(batch as Arrays, factor);
+      step = rest.step + Number(rest.finite);
       taken += 1;
-      if (group.length === perCall || taken === steps) {
-        yield* await take(group);
-        group = [];
-      }
+      yield { ...metrics, ...rest, rate: factor } as StepRecord<S['metrics']>;
       if (taken === steps) break;
     }
-    if (group.length) yield* await take(group);
   }
 
   /** Return the outputs of the model, in inference form. */
@@ -218,13 +202,6 @@ export class Trainer<S extends Signature = AnySignature> {
 function checkedRate(rate: number): number {
   if (!(Number.isFinite(rate) && rate >= 0)) throw new TrainingError(`rate must be a finite number of at least 0, got ${rate}.`);
   return rate;
-}
-
-/** Return whether two batches can be in one call: their arrays have the same shapes. */
-function alike(one: Arrays, other: Arrays): boolean {
-  const form = (batch: Arrays): string => Object.entries(batch)
-    .map(([name, values]) => `${name} ${'dims' in values ? values.dims.join() : values.length}`).sort().join('; ');
-  return form(one) === form(other);
 }
 
 /** Return metrics from their sums and counts; those of several losses are added. */

@@ -95,7 +95,6 @@ export interface Description {
   readonly weights: Readonly<Record<string, readonly [string, number]>>;
   /** The only number of examples; null for any. */
   readonly batch_size: number | null;
-  readonly steps_per_call: number;
 }
 
 /** A value of ONNX Runtime, as far as this package reads it. */

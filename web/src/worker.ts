@@ -66,7 +66,7 @@ export async function remote(port: Port, folder: string, options: ModelOptions, 
   return {
     description,
     steps: () => call('steps'),
-    take: (batches, rates) => call('take', batches, rates),
+    take: (batch, rate) => call('take', batch, rate),
     predict: (inputs) => call('predict', inputs),
     evaluate: (batch) => call('evaluate', batch),
     setExamples: (examples) => call('setExamples', examples),

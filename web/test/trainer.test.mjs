@@ -33,18 +33,6 @@ test('the state of Python continues, and comes home', async () => {
   equal(await blob.save(), await trainer.save());
 });
 
-test('several steps in a call equal single steps', async () => {
-  const [one, many] = await Promise.all([load('kfac'), load('several')]);
-  const mixed = (trainer) => [...batchesOf(trainer)].slice(0, 6).concat([...batchesOf(trainer, { size: 20 })].slice(0, 5));
-  const rate = (step) => 1 - step / 20;
-  const records = await Promise.all([one, many].map((trainer) => all(trainer.fit(mixed(trainer), { rate, examples: train }))));
-  assert.deepEqual(records[1].map(({ step }) => step), [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10]);
-  records[0].forEach(({ loss, rate }, i) => {
-    assert.ok(Math.abs(records[1][i].loss - loss) < 1e-4 * (1 + loss));
-    assert.equal(records[1][i].rate, rate);
-  });
-});
-
 test('arrays of every kind give equal steps', async () => {
   const numbers = [0, 1, 2, 3];
   const image = images.subarray(0, 256);
