@@ -41,8 +41,6 @@ class OnnxClassifier(ClassifierMixin, OnnxEstimator):  # type: ignore[misc] # wi
             ``"constant"`` with ``early_stop``.
         early_stop: Number of epochs in a row without a lower validation loss after which the
             training ends, with the weights of the lowest one; None to train all epochs.
-        early_stopping: As in scikit-learn's ``MLPClassifier``; True is ``early_stop=10`` where
-            ``early_stop`` is None.
         validation_fraction: Part of the examples that is split off for ``early_stop``.
         random_state: Seed or generator of the weights, the order of the examples and the sampled
             targets. None for another seed in each call.
@@ -72,7 +70,6 @@ class OnnxClassifier(ClassifierMixin, OnnxEstimator):  # type: ignore[misc] # wi
         accumulate: int = 1,
         schedule: str | ScheduleFunction | None = None,
         early_stop: int | None = None,
-        early_stopping: bool = False,
         validation_fraction: float = 0.1,
         random_state: Any = 0,
         warm_start: bool = False,
@@ -83,8 +80,8 @@ class OnnxClassifier(ClassifierMixin, OnnxEstimator):  # type: ignore[misc] # wi
             model, hidden=hidden, optimizer=optimizer, optimizer_options=optimizer_options,
             engine_options=engine_options, epochs=epochs, batch_size=batch_size,
             accumulate=accumulate, schedule=schedule, early_stop=early_stop,
-            early_stopping=early_stopping, validation_fraction=validation_fraction,
-            random_state=random_state, warm_start=warm_start, verbose=verbose,
+            validation_fraction=validation_fraction, random_state=random_state,
+            warm_start=warm_start, verbose=verbose,
         )  # fmt: skip
         self.class_weight = class_weight
 

@@ -15,7 +15,7 @@ from sklearn.utils import check_random_state
 from sklearn.utils.validation import _check_sample_weight, check_is_fitted, validate_data
 
 from kfac_engine._types import Array
-from kfac_engine.arguments import check_bool, check_int, check_list
+from kfac_engine.arguments import check_int, check_list
 from kfac_engine.backend.namespace import refuse_mask
 from kfac_engine.engine.engine import Engine
 from kfac_engine.errors import InputError
@@ -32,7 +32,6 @@ from kfac_engine.training.hooks import Callback
 ModelChoice: TypeAlias = ModelSource | Callable[[int, int], ModelSource] | None
 
 _LARGEST_SEED = 2**31 - 1
-_PATIENCE = 10  # epochs of ``early_stopping``, as in scikit-learn's networks
 
 
 class OnnxEstimator(BaseEstimator, ABC):  # type: ignore[misc] # published without types
@@ -60,7 +59,6 @@ class OnnxEstimator(BaseEstimator, ABC):  # type: ignore[misc] # published witho
         accumulate: int = 1,
         schedule: str | ScheduleFunction | None = None,
         early_stop: int | None = None,
-        early_stopping: bool = False,
         validation_fraction: float = 0.1,
         random_state: Any = 0,
         warm_start: bool = False,
@@ -76,7 +74,6 @@ class OnnxEstimator(BaseEstimator, ABC):  # type: ignore[misc] # published witho
         self.accumulate = accumulate
         self.schedule = schedule
         self.early_stop = early_stop
-        self.early_stopping = early_stopping
         self.validation_fraction = validation_fraction
         self.random_state = random_state
         self.warm_start = warm_start
@@ -235,8 +232,6 @@ class OnnxEstimator(BaseEstimator, ABC):  # type: ignore[misc] # published witho
         targets = arrays[1]
         callbacks: list[Callback] = []
         validation, schedule, patience = None, self.schedule, self.early_stop
-        if check_bool("early_stopping", self.early_stopping) and patience is None:
-            patience = _PATIENCE
         if patience is not None:
             callbacks = [EarlyStop(patience=patience), BestWeights()]
             trained, held_out = train_test_split(

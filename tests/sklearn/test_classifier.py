@@ -216,21 +216,6 @@ def test_early_stop_returns_the_weights_of_the_lowest_validation_loss():
     assert found == pytest.approx(min(losses), rel=1e-4)
 
 
-def test_early_stopping_is_a_patience_of_ten_epochs():
-    noisy = np.random.default_rng(0).permutation(Y)
-    runs = {
-        name: OnnxClassifier(epochs=40, **options).fit(X, noisy).records_
-        for name, options in {
-            "flag": {"early_stopping": True},
-            "ten": {"early_stop": 10},
-            "three": {"early_stopping": True, "early_stop": 3},
-            "none": {},
-        }.items()
-    }
-    steps = {name: len(records) for name, records in runs.items()}
-    assert steps["three"] < steps["flag"] == steps["ten"] < steps["none"]
-
-
 def test_random_state_determines_the_run():
     first, second, other = (
         OnnxClassifier(epochs=2, random_state=seed).fit(X, Y).predict_proba(X) for seed in (3, 3, 4)
@@ -265,7 +250,6 @@ REFUSALS = {
     "accumulate": (OnnxClassifier(accumulate=0), X, Y, "accumulate"),
     "epochs": (OnnxClassifier(epochs=0), X, Y, "epochs"),
     "patience": (OnnxClassifier(early_stop=0), X, Y, "patience"),
-    "early stopping": (OnnxClassifier(early_stopping=10), X, Y, "early_stopping"),
     "range": (OnnxClassifier(), X * 1e300, Y, "beyond the range of float32"),
     "file": (OnnxClassifier("no.onnx"), X, Y, "no.onnx"),
 }  # fmt: skip
