@@ -295,7 +295,7 @@ def _load(model: onnx.ModelProto, path: Path | None, train_form: bool) -> Loaded
         domains={entry.domain: entry.version for entry in working.opset_import if entry.domain},
         filled=filled,
         inner=inner,
-        declared=declared_constants(template, tuple(constants)) | statistics,
+        declared=declared_constants(template, constants) | statistics,
         residuals=declared_residuals(template),
     )
     graph, notes = in_train_form(graph) if train_form else (graph, ())

@@ -10,6 +10,7 @@ from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from kfac_engine._types import Array
+from kfac_engine.graph.analysis.exporter_changes import is_computed
 from kfac_engine.graph.structure import Input
 from kfac_engine.graph.write import value_info
 
@@ -38,27 +39,35 @@ _TRAINED = re.compile(r"(coef|coefficient|intercept|intercepts)\d*|.*\.(coeffici
 _FITTED = "not an array of an estimator but one that a transformer of scikit-learn measured"
 
 
-def declared_constants(model: "ModelProto", names: Sequence[str]) -> dict[str, str]:
-    """Return the reasons why constants of ``names`` are not parameters, as the file states them.
+def declared_constants(model: "ModelProto", constants: Mapping[str, Array]) -> dict[str, str]:
+    """Return the reasons why constants are not parameters, as the file states them.
 
     A reason is a phrase that can follow "it is", and empty for a constant that the file states to
     be a parameter. The initializers of ``model`` need no data.
     """
     if model.producer_name == "skl2onnx":
-        trained = {name for name in names if _TRAINED.fullmatch(name)}
+        trained = {name for name in constants if _TRAINED.fullmatch(name)}
         # Models without such names, as naive Bayes classifiers, give no evidence.
-        return {name: _FITTED for name in names if name not in trained} if trained else {}
+        return {name: _FITTED for name in constants if name not in trained} if trained else {}
     kinds = _kinds(model.graph)
     reasons = {name: _REASONS[kind] for name, kind in kinds.items() if kind in _REASONS}
     merged = _merged(model.graph) if kinds else ()
     stated = (name for name, kind in kinds.items() if kind == _PARAMETER)
     reasons |= {name: "" for name in stated if name not in merged}
     if kinds:
-        for name, sources in _entries(model.graph, _SOURCES):
+        origins = dict(_entries(model.graph, _SOURCES))
+        # A number that the exporter computes from a parameter has an origin. A number without one
+        # is written in the code, such as the zero of torch.zeros.
+        reasons |= {
+            name: _REASONS["CONSTANT_TENSOR"]
+            for name, array in constants.items()
+            if not array.ndim and name not in {*kinds, *origins} and is_computed(name)
+        }
+        for name, sources in origins.items():
             listed = re.findall(r"'([^']*)'", sources)
             if all(kinds.get(source) != _PARAMETER for source in (name, *listed)):
                 reasons[name] = _computed(listed, kinds)
-    return {name: reasons[name] for name in names if name in reasons}
+    return {name: reasons[name] for name in constants if name in reasons}
 
 
 def declare_residuals(model: "ModelProto") -> None:

@@ -228,6 +228,27 @@ def test_a_parameter_that_was_merged_with_a_number_of_the_code_is_not_trained(ca
     assert ("f" in trainable_parameters(load_graph(model))) == trained
 
 
+# Uses of a number that the code of a module repeats to the shape of a batch: torch.zeros or full.
+REPEATED = {
+    "state": "e = Expand (val_1, size)  h = MatMul (e, w)  g = MatMul (x, w)  y = Add (g, h)",
+    "sums": "e = Expand (val_1, size)  i = Cast <to = 7> (x)"
+    '  s = ScatterElements <axis = 0, reduction = "add"> (e, i, x)  y = MatMul (s, w)',
+    "padding": "e = Expand (val_1, size)  s = Concat <axis = 0> (e, x)  y = MatMul (s, w)",
+}
+
+
+@pytest.mark.parametrize("use", REPEATED)
+@pytest.mark.parametrize("value", [0, 0.5])
+@pytest.mark.parametrize("origin", [None, ["f"], ["mean"]])
+def test_a_number_in_the_code_is_trained_only_if_it_comes_from_a_parameter(use, value, origin):
+    body = f"size = Shape (x)  {REPEATED[use]}"
+    kinds = {"w": "PARAMETER", "f": "PARAMETER", "mean": "BUFFER"}
+    model = torch_file(body, kinds, folded={"val_1": origin}, shapes={"f": (), "val_1": ()})
+    number = next(entry for entry in model.graph.initializer if entry.name == "val_1")
+    number.CopyFrom(numpy_helper.from_array(np.float32(value), "val_1"))
+    assert ("val_1" in trainable_parameters(load_graph(model))) == (origin == ["f"])
+
+
 def test_user_trains_a_buffer_by_name():
     graph = load_graph(STATED["buffer"][0])
     assert trainable_parameters(graph, ["mean", "w"]) == ("w", "mean")
