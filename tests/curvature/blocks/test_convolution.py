@@ -1,123 +1,34 @@
 """Convolution blocks against patches read pixel by pixel and dense matrices."""
 
-from dataclasses import dataclass
 from math import prod
 
 import numpy as np
 import pytest
 
 import kfac_engine as ke
-from tests.backend.truths import patches as truth_patches
+from tests.curvature.blocks.convolutions import PARAMS, Convolution
 from tests.lifecycle import (
     Block,
     assert_products,
     damped_block,
     observe,
-    plain_packing,
     second_moment,
 )
 
 EXACT = 1e-11  # float64 sums of some hundred terms of size one
 
 
-@dataclass(frozen=True)
-class Case:
-    """A convolution over some spatial axes."""
-
-    sides: tuple
-    kernel: tuple
-    padding: object = "VALID"
-    strides: tuple | None = None
-    dilations: tuple | None = None
-    bias: bool = True
-    first: bool = False
-    channels: int = 2
-    outputs: int = 2
-
-    @property
-    def axes(self):
-        return len(self.sides)
-
-    @property
-    def filter_shape(self):
-        if self.first:
-            return (self.outputs, self.channels, *self.kernel)
-        return (*self.kernel, self.channels, self.outputs)
-
-    @property
-    def steps(self):
-        return self.strides or (1,) * self.axes, self.dilations or (1,) * self.axes
-
-    @property
-    def pads(self):
-        """Padding before and after, written out from TensorFlow's definition."""
-        if self.padding == "VALID":
-            return [(0, 0)] * self.axes
-        if self.padding != "SAME":
-            return list(self.padding)
-        pads = []
-        for side, k, s, d in zip(self.sides, self.kernel, *self.steps, strict=True):
-            outputs = -(-side // s)
-            total = max((outputs - 1) * s + (k - 1) * d + 1 - side, 0)
-            pads.append((total // 2, total - total // 2))
-        return pads
-
-    @property
-    def locations(self):
-        return tuple(
-            (side + b + e - (k - 1) * d - 1) // s + 1
-            for side, (b, e), k, s, d in zip(
-                self.sides, self.pads, self.kernel, *self.steps, strict=True
-            )
-        )
-
-    def batch(self, n, seed, dtype=np.float64):
-        rng = np.random.default_rng(seed)
-        x = rng.normal(size=(n, *self.sides, self.channels)) + 0.3
-        ds = rng.normal(size=(n, *self.locations, self.outputs))
-        if self.first:
-            x, ds = np.moveaxis(x, -1, 1), np.moveaxis(ds, -1, 1)
-        return {"x": x.astype(dtype), "ds": ds.astype(dtype)}
-
-    def rows(self, values):
-        """Patches ``(n, t, d)`` and gradients ``(n, t, outputs)``, in float64."""
-        x, ds = values["x"], values["ds"]
-        if not self.first:
-            x, ds = np.moveaxis(x, -1, 1), np.moveaxis(ds, -1, 1)
-        begins, ends = zip(*self.pads, strict=True)
-        a = truth_patches(x, self.kernel, *self.steps, begins, ends)
-        flat = ds.reshape(len(ds), self.outputs, -1).astype(np.float64)
-        return a, flat.swapaxes(1, 2)
-
-    @property
-    def shapes(self):
-        return [self.filter_shape] + [(self.outputs,)] * self.bias
-
-    def pack(self, parts):
-        weight = parts[0]
-        if self.first:
-            weight = np.moveaxis(weight, (0, 1), (-1, -2))
-        return plain_packing((weight, *parts[1:]))
-
-
 CASES = {
-    "1d": Case((7,), (3,), "SAME", strides=(2,)),
-    "1d-first": Case((6,), (2,), ((1, 0),), dilations=(2,), first=True, bias=False),
-    "2d": Case((5, 4), (3, 2), "SAME"),
-    "2d-strided": Case((6, 5), (2, 3), "SAME", strides=(2, 3), bias=False),
-    "2d-dilated": Case((6, 7), (2, 2), "VALID", dilations=(3, 2)),
-    "2d-first": Case((4, 4), (2, 2), ((0, 1), (2, 0)), first=True),
-    "2d-1x1": Case((3, 3), (1, 1), channels=3),
-    "3d": Case((3, 4, 3), (2, 1, 2), "SAME", strides=(1, 2, 1)),
-    "3d-first": Case((3, 3, 3), (2, 2, 2), "VALID", first=True),
+    "1d": Convolution((7,), (3,), "SAME", strides=(2,)),
+    "1d-first": Convolution((6,), (2,), ((1, 0),), dilations=(2,), first=True, bias=False),
+    "2d": Convolution((5, 4), (3, 2), "SAME"),
+    "2d-strided": Convolution((6, 5), (2, 3), "SAME", strides=(2, 3), bias=False),
+    "2d-dilated": Convolution((6, 7), (2, 2), "VALID", dilations=(3, 2)),
+    "2d-first": Convolution((4, 4), (2, 2), ((0, 1), (2, 0)), first=True),
+    "2d-1x1": Convolution((3, 3), (1, 1), channels=3),
+    "3d": Convolution((3, 4, 3), (2, 1, 2), "SAME", strides=(1, 2, 1)),
+    "3d-first": Convolution((3, 3, 3), (2, 2, 2), "VALID", first=True),
 }
-PARAMS = {True: ("w", "b"), False: "w"}
-FORMATS = {1: ("NCW", "OIW"), 2: ("NCHW", "OIHW"), 3: ("NCDHW", "OIDHW")}
-
-
-def formats(case):
-    names = ("data_format", "weight_format")
-    return dict(zip(names, FORMATS[case.axes], strict=True)) if case.first else {}
 
 
 def registered(case, *, towers=1, config=None, **options):
@@ -134,14 +45,14 @@ def registered(case, *, towers=1, config=None, **options):
             case.padding,
             strides=case.strides,
             dilation_rate=case.dilations,
-            **formats(case),
+            **case.formats,
             **options,
         )
     return collection
 
 
 def truth(case, values):
-    a, ds = case.rows(values)
+    a, ds = next(case.by_group(values))
     A = second_moment(a.reshape(-1, a.shape[-1]), case.bias)
     return A, second_moment(ds.reshape(-1, case.outputs)), a.shape[1]
 
@@ -236,17 +147,17 @@ def test_an_extraction_that_does_not_apply_is_refused(name, case, strides):
 @pytest.mark.parametrize("first", [False, True], ids=["NHWC", "NCHW"])
 @pytest.mark.parametrize("approx", ["kron", "diagonal"])
 def test_a_mask_multiplies_every_patch(approx, first):
-    case = Case((4, 5), (2, 3), "SAME", first=first)
+    case = Convolution((4, 5), (2, 3), "SAME", first=first)
     mask = np.random.default_rng(6).integers(0, 2, (2, 3, 2)) * 1.5
     collection = ke.LayerCollection(graph={"w": case.filter_shape})
     collection.register_conv2d(
-        ("w", "b"), [1, 1, 1, 1], "SAME", "x", "s", approx=approx, patch_mask=mask, **formats(case)
+        ("w", "b"), [1, 1, 1, 1], "SAME", "x", "s", approx=approx, patch_mask=mask, **case.formats
     )
     batches = [case.batch(3, seed=seed) for seed in (7, 8)]
     block = observe(collection, [["ds"]], batches, decay=1.0)
     found = []
     for values in batches:
-        a, ds = case.rows(values)
+        a, ds = next(case.by_group(values))
         a = a * mask.ravel()
         if approx == "kron":
             A = second_moment(a.reshape(-1, 12), has_bias=True)

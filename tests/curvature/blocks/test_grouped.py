@@ -1,6 +1,5 @@
 """Convolutions in groups against each group taken as a convolution of its own."""
 
-from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -9,113 +8,46 @@ from scipy.linalg import block_diag
 
 import kfac_engine as ke
 from kfac_engine.layers.grouped import grouped_form
-from tests.backend.truths import patches as truth_patches
+from tests.curvature.blocks.convolutions import PARAMS, Convolution
 from tests.lifecycle import Block, damped_block, observe, second_moment
 
 DAMPING = 0.3
 
 
-@dataclass(frozen=True)
-class Case:
-    """A convolution of ``groups · channels`` channels into ``groups · outputs``."""
-
-    sides: tuple
-    kernel: tuple
-    groups: int
-    channels: int
-    outputs: int
-    pads: tuple | None = None
-    strides: tuple | None = None
-    dilations: tuple | None = None
-    bias: bool = True
-    first: bool = False
-
-    @property
-    def padding(self):
-        return self.pads or ((0, 0),) * len(self.sides)
-
-    @property
-    def steps(self):
-        ones = (1,) * len(self.sides)
-        return self.strides or ones, self.dilations or ones
-
-    @property
-    def filter_shape(self):
-        last = (self.channels, self.groups * self.outputs)
-        return (*last[::-1], *self.kernel) if self.first else (*self.kernel, *last)
-
-    @property
-    def shapes(self):
-        return [self.filter_shape] + [(self.groups * self.outputs,)] * self.bias
-
-    @property
-    def locations(self):
-        spans = zip(self.sides, self.kernel, self.padding, *self.steps, strict=True)
-        return tuple((n + sum(pad) - (k - 1) * d - 1) // s + 1 for n, k, pad, s, d in spans)
-
-    def batch(self, n, seed, dtype=np.float64):
-        rng = np.random.default_rng(seed)
-        x = rng.normal(size=(n, self.groups * self.channels, *self.sides)) + 0.3
-        ds = rng.normal(size=(n, self.groups * self.outputs, *self.locations))
-        if not self.first:
-            x, ds = np.moveaxis(x, 1, -1), np.moveaxis(ds, 1, -1)
-        return {"x": x.astype(dtype), "ds": ds.astype(dtype)}
-
-    def by_group(self, values):
-        """For each group, rows of its inputs and of its gradients, ``(n, t, …)``."""
-        x, ds = (values[name].astype(np.float64) for name in ("x", "ds"))
-        if not self.first:
-            x, ds = np.moveaxis(x, -1, 1), np.moveaxis(ds, -1, 1)
-        begins, ends = zip(*self.padding, strict=True)
-        for g in range(self.groups):
-            own = x[:, g * self.channels : (g + 1) * self.channels]
-            made = ds[:, g * self.outputs : (g + 1) * self.outputs]
-            rows = truth_patches(own, self.kernel, *self.steps, begins, ends)
-            yield rows, made.reshape(*made.shape[:2], -1).swapaxes(1, 2)
-
-    def pack(self, parts):
-        """Group by group: the filter's rows for its outputs, the bias below."""
-        weight = parts[0]
-        if self.first:
-            weight = np.moveaxis(weight, (0, 1), (-1, -2))
-        rows = weight.reshape(-1, self.groups * self.outputs)
-        rows = np.concatenate([rows, *(b.reshape(1, -1) for b in parts[1:])])
-        return np.stack(np.split(rows, self.groups, axis=1))
-
-
 CASES = {
-    "2d": Case((4, 5), (2, 3), 2, 2, 3, pads=((1, 0), (1, 1))),
-    "2d-strided": Case((5, 4), (2, 2), 3, 1, 2, strides=(2, 1), dilations=(1, 2), bias=False),
-    "2d-first": Case((4, 4), (3, 2), 2, 2, 1, pads=((1, 1), (0, 1)), first=True),
-    "1d": Case((7,), (3,), 2, 2, 2, strides=(2,)),
-    "3d-first": Case((3, 2, 3), (2, 1, 2), 2, 1, 2, first=True, bias=False),
-    "one-group": Case((3, 3), (2, 2), 1, 2, 2),
-    "depthwise": Case((4, 4), (2, 2), 4, 1, 1, first=True),
+    "2d": Convolution((4, 5), (2, 3), ((1, 0), (1, 1)), groups=2, outputs=3),
+    "2d-strided": Convolution(
+        (5, 4), (2, 2), groups=3, channels=1, strides=(2, 1), dilations=(1, 2), bias=False
+    ),
+    "2d-first": Convolution((4, 4), (3, 2), ((1, 1), (0, 1)), groups=2, outputs=1, first=True),
+    "1d": Convolution((7,), (3,), groups=2, strides=(2,)),
+    "3d-first": Convolution((3, 2, 3), (2, 1, 2), groups=2, channels=1, first=True, bias=False),
+    "one-group": Convolution((3, 3), (2, 2)),
+    "depthwise": Convolution((4, 4), (2, 2), groups=4, channels=1, outputs=1, first=True),
 }
-FORMATS = {1: ("NCW", "OIW"), 2: ("NCHW", "OIHW"), 3: ("NCDHW", "OIDHW")}
-PARAMS = {True: ("w", "b"), False: "w"}
 
 
 def registered(case, approx=None, towers=1):
     collection = ke.LayerCollection(graph={"w": case.filter_shape})
-    options = {}
-    if case.first:
-        names = ("data_format", "weight_format")
-        options = dict(zip(names, FORMATS[len(case.sides)], strict=True))
     for tower in range(towers):
         suffix = str(tower) if towers > 1 else ""
         form = grouped_form(
             collection.require_shape("w"),
             case.groups,
             has_bias=case.bias,
-            padding=case.padding,
+            padding=case.pads,
             strides=case.strides,
             dilations=case.dilations,
-            **options,
+            **case.formats,
         )
         tensors = f"x{suffix}", f"s{suffix}"
         collection.register("grouped_convolution", PARAMS[case.bias], form, *tensors, approx)
     return collection
+
+
+def packed(case, parts):
+    """The packed matrices of the groups."""
+    return np.stack(np.split(case.pack(parts), case.groups, axis=1))
 
 
 def factors(case, values):
@@ -159,7 +91,8 @@ def block_of(case, approx, truth):
     kron = {"locations": int(np.prod(case.locations)), "sides": sides} if not linear else {}
     return Block(
         case.batch, partial(registered, case, approx), partial(truth, case),
-        damped_squares if linear else partial(damped, case), case.shapes, case.pack,
+        damped_squares if linear else partial(damped, case), case.shapes,
+        partial(packed, case),
         **linear, **kron,
     )  # fmt: skip
 
