@@ -161,7 +161,7 @@ class _Reading:
         table, keeps = parts
         self._require(keeps != self._stacks, "a row for each bag")
         table = _expanded(self._graph, table)
-        ids = [index for _, index in _gathers(table)]
+        ids = [index for _, _, index in _terms_in(table, "gather")]
         self._require(("value", self._entries) in ids, "entries that are ids")
         return _Bags(kind, table, self._offsets, self._entries)
 
@@ -477,7 +477,7 @@ def _expanded(graph: Graph, table: Term) -> Term:
         return ("column", ("value", _vector(graph, node.inputs[0])))
     if node.op in {"Cast", "CastLike"}:
         inner = _expanded(graph, ("value", node.inputs[0]))
-        weight = next((graph.constants.get(name) for name, _ in _gathers(inner)), None)
+        weight = next((graph.constants.get(t[1]) for t in _terms_in(inner, "gather")), None)
         like = graph.constants.get(node.inputs[-1])
         wanted = FLOAT_CODES.get("" if weight is None else weight.dtype.name)
         keeps = node.attributes.get("to") == wanted if node.op == "Cast" else like is weight
@@ -506,7 +506,7 @@ def _are_rows(graph: Graph, bags: _Bags) -> bool:
     ids, offsets = _matrix(graph, bags.entries), graph.producers.get(bags.offsets)
     if not ids or offsets is None or offsets.op != "Range":
         return False
-    if any(not _matrix(graph, name) for name in _leaves(bags.table)):
+    if any(not _matrix(graph, name) for _, name in _terms_in(bags.table, "value")):
         return False
     start, _, step = offsets.inputs
     if not _is_number(graph, start, 0):
@@ -525,25 +525,13 @@ def _are_rows(graph: Graph, bags: _Bags) -> bool:
     return node.op == "Shape" and node.inputs[0] == ids and bounds == (1, 2)
 
 
-def _gathers(table: Term) -> Iterator[tuple[str, Term]]:
-    """Yield the weights that a table gathers rows of, each with the ids."""
-    form, *parts = table
-    if form == "gather":
-        yield parts[0], parts[1]
-        return
-    for part in parts:
+def _terms_in(table: Term, form: str) -> Iterator[Term]:
+    """Yield the terms of a form in a table."""
+    if table[0] == form:
+        yield table
+    for part in table[1:]:
         if isinstance(part, tuple):
-            yield from _gathers(part)
-
-
-def _leaves(table: Term) -> Iterator[str]:
-    """Yield the vectors that a table reads."""
-    form, *parts = table
-    if form == "value":
-        yield parts[0]
-    for part in parts[form == "gather" :]:
-        if isinstance(part, tuple):
-            yield from _leaves(part)
+            yield from _terms_in(part, form)
 
 
 def _flattened(graph: Graph, name: str) -> str:
