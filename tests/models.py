@@ -127,6 +127,16 @@ def written(sides: str, constants: str, nodes: str, fed: str = "float") -> onnx.
     return model
 
 
+def with_constants(model: onnx.ModelProto, arrays: Mapping[str, Any]) -> onnx.ModelProto:
+    """The model with other values of some initializers."""
+    result = onnx.ModelProto()
+    result.CopyFrom(model)
+    for entry in result.graph.initializer:
+        if entry.name in arrays:
+            entry.CopyFrom(numpy_helper.from_array(arrays[entry.name], entry.name))
+    return result
+
+
 def parsed(
     graph: str, constants: Mapping[str, Any], opsets: str = f'"": {OPSET}'
 ) -> onnx.ModelProto:

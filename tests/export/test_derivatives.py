@@ -332,12 +332,7 @@ def test_gradients_of_the_laplacian_equal_differences():
 
 
 def text_model(sides, nodes, **constants):
-    model = onnx.parser.parse_model(
-        f'<ir_version: 10, opset_import: ["": 18, "com.microsoft": 1]> net {sides} {{ {nodes} }}'
-    )
-    for name, array in constants.items():
-        model.graph.initializer.append(onnx.numpy_helper.from_array(np.asarray(array), name))
-    return model
+    return models.parsed(f"net {sides} {{ {nodes} }}", constants, '"": 18, "com.microsoft": 1')
 
 
 SIDES = "(float[N,2] x) => (float[N,2] u)"

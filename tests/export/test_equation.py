@@ -10,6 +10,7 @@ import pytest
 
 import kfac_engine as ke
 from tests import oracle
+from tests.models import with_constants
 
 POINTS = {"x": ("t", "x")}
 
@@ -189,19 +190,10 @@ def jacobians(result, data, parameters):
             for sign in (1, -1):
                 changed = {k: v.copy() for k, v in parameters.items()}
                 changed[name][index] += sign * step
-                moved.append(oracle.evaluate(with_parameters(result, changed), data, *SETS))
+                moved.append(oracle.evaluate(with_constants(result, changed), data, *SETS))
             for point_set, plus, minus in zip(SETS, *moved, strict=True):
                 found[point_set].append((plus - minus).ravel() / (2 * step))
     return {name: np.stack(columns, axis=1) for name, columns in found.items()}
-
-
-def with_parameters(result, parameters):
-    changed = onnx.ModelProto()
-    changed.CopyFrom(result)
-    for entry in changed.graph.initializer:
-        if entry.name in parameters:
-            entry.CopyFrom(onnx.numpy_helper.from_array(parameters[entry.name], entry.name))
-    return changed
 
 
 def flat(arrays):

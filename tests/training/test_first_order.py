@@ -10,6 +10,7 @@ from tests import models
 from tests.engine.test_buffers import normalised
 from tests.graph.analysis.test_ties import BATCH, WIDTH, network
 from tests.training import softmax_net as net
+from tests.training.layout_pairs import by_svd
 
 # Float64 sums of some ten products of size one; Newton–Schulz iterations multiply rounding errors.
 EXACT = 1e-12
@@ -26,15 +27,6 @@ def sgd(theta, grads, rates, *, momentum=0.9, nesterov=False, decay=0.0):
         velocity = momentum * velocity + g
         theta = theta - rate * (g + momentum * velocity if nesterov else velocity)
     return theta
-
-
-def newton_schulz(matrix):
-    """The polynomial on the singular values themselves."""
-    u, s, vt = np.linalg.svd(matrix, full_matrices=False)
-    s = s / (np.sqrt((s**2).sum()) + 1e-7)
-    for _ in range(5):
-        s = 3.4445 * s - 4.7750 * s**3 + 2.0315 * s**5
-    return (u * s) @ vt
 
 
 # -- runs ------------------------------------------------------------------------------------------
@@ -94,7 +86,7 @@ def test_muon_follows_its_formula(decay, nesterov):
                 velocity[name] = 0.95 * velocity.get(name, 0) + g
                 lead = g + 0.95 * velocity[name] if nesterov else velocity[name]
                 factor = np.sqrt(max(1, g.shape[0] / g.shape[1]))
-                move = 0.1 * (factor * newton_schulz(lead) + decay * theta[name])
+                move = 0.1 * (factor * by_svd(lead) + decay * theta[name])
             else:
                 first[name] = 0.9 * first.get(name, 0) + 0.1 * g
                 second[name] = 0.999 * second.get(name, 0) + 0.001 * g * g

@@ -6,6 +6,7 @@ import pytest
 import kfac_engine as ke
 from kfac_engine.curvature.blocks.series import SeriesFB
 from tests.comparing import assert_near
+from tests.curvature.blocks.test_multi_use import named
 from tests.lifecycle import as_matrix, observe, plain_packing, split
 
 EXACT = 1e-10  # float64, through inverse square roots; entries relative to the largest
@@ -81,20 +82,11 @@ def infinite_inverse(A, G, dampings):
     return R @ (eye - P) @ middle @ (eye - P.T) @ R / USES
 
 
-def handed_over(name, array, form):
-    if form == "list":
-        names = [f"{name}{u}" for u in range(len(array))]
-        return names, dict(zip(names, array, strict=True))
-    if form == "folded":
-        array = array.reshape(-1, array.shape[-1])
-    return name, {name: array}
-
-
 def observed(a, ds, option, form="stacked", exps=(-1,), config=None, **options):
     collection = ke.LayerCollection(config=config)
-    inputs, x_values = handed_over("x", a, form)
-    gradients, d_values = handed_over("d", ds, form)
-    outputs, _ = handed_over("s", ds, form)
+    inputs, x_values = named("x", a, form)
+    gradients, d_values = named("d", ds, form)
+    outputs, _ = named("s", ds, form)
     collection.register_fully_connected_multi(
         ("w", "b"), inputs, outputs, num_uses=USES, approx=f"kron_series_{option}"
     )

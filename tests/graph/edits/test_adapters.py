@@ -10,6 +10,7 @@ from onnx import numpy_helper, parser
 import kfac_engine as ke
 from tests.comparing import assert_near
 from tests.graph.edits.spellings import ROWS, X, run, weights
+from tests.models import with_constants
 
 # float32 products of a few dozen terms, in another order.
 CLOSE = 1e-6
@@ -26,20 +27,10 @@ PLAIN = [
 QUANTIZED = [name for name, row in ROWS.items() if "q" in (row.whole or {})]
 
 
-def with_weights(model, values):
-    """A model with other values of initializers."""
-    result = onnx.ModelProto()
-    result.CopyFrom(model)
-    for entry in result.graph.initializer:
-        if entry.name in values:
-            entry.CopyFrom(numpy_helper.from_array(values[entry.name], entry.name))
-    return result
-
-
 def trained(model, seed=5):
     """A model whose adapters have random matrices."""
     rng = np.random.default_rng(seed)
-    return with_weights(model, {
+    return with_constants(model, {
         name: rng.normal(size=array.shape).astype(array.dtype)
         for name, array in weights(model).items()
         if "lora" in name
@@ -72,7 +63,7 @@ def test_adapted_and_merged_files_compute_with_the_sum_of_weights(name):
     adapted = trained(ke.add_adapters(old, RANK, "w", ALPHA))
     w, change = weights(old)["w"], update(adapted, "w")
     change = (change if change.shape == w.shape else change.T).reshape(w.shape)
-    truth = with_weights(old, {"w": (w + change).astype(np.float32)})
+    truth = with_constants(old, {"w": (w + change).astype(np.float32)})
     (y,), (z,) = run(truth, {"x": X}), run(adapted, {"x": X})
     assert_near(z, y, 3 * CLOSE)
     merged = ke.merge_adapters(adapted)
