@@ -65,7 +65,8 @@ from kfac_engine.training.weight_roles import (
     biases_of,
     joined_by_blocks,
     predictions_of,
-    rates_of_tables,
+    rates_of_logits,
+    wide_heads,
     widths_of,
 )
 
@@ -169,8 +170,9 @@ class AdaptiveLengthUpdate(Update):
     docs/default_rule.md has the reasons. For a matrix, the average is Nesterov's momentum, one step
     ahead: ``μ v' + (1 − μ) g = μ² v + (1 − μ²) g`` with ``v' = μ v + (1 − μ) g``, which Adam reads.
     ``AverageSpan`` chooses the μ of matrices; in other averages, and without a span, it is
-    ``momentum``. Vectors, embeddings and parameters without a layer are updated by Adam; see
-    ``rates_of_tables`` for the rate of an embedding that computes logits.
+    ``momentum``. Vectors, embeddings, parameters without a layer and layers of very many classes
+    (``wide_heads``) are updated by Adam; see ``rates_of_logits`` for the rate of weights that
+    compute logits.
 
     The direction p of a matrix is its natural gradient, with singular values that Newton–Schulz
     iterations bring close to one (``_iterations``). It remains the natural gradient for few rows,
@@ -239,7 +241,7 @@ class AdaptiveLengthUpdate(Update):
     repeats: Mapping[str, float] = field(default_factory=dict)
     # The input of the loss that a layer computes, by its weight or bias.
     predictions: Mapping[str, str] = field(default_factory=dict)
-    # Factors of Adam's rate for tables that are embeddings and compute logits, by unit.
+    # Factors of Adam's rate for weights that compute logits, by unit.
     factors: Mapping[str, float] = field(default_factory=dict)
     # Biases in ``predictions`` that have an entry for each feature of the loss.
     shifted: Collection[str] = ()
@@ -931,7 +933,12 @@ def adaptive_lengths(
         adam_rate: As in ``AdaptiveLengthUpdate``.
         weight_decay: As in ``AdaptiveLengthUpdate``.
     """
-    units = Units(engine, tuple(parameters), lambda piece: piece.kind not in BY_ADAM)
+    heads = wide_heads(engine)
+    units = Units(
+        engine,
+        tuple(parameters),
+        lambda piece: piece.kind not in BY_ADAM and piece.weight not in heads,
+    )
     values = units.split(parameters)
     shapes = {n: w.matrices(values[n], copy=False).shape for n, w in units.weights.items()}
     roots = {name: sqrt(shape[-1]) for name, shape in shapes.items()}
@@ -944,7 +951,7 @@ def adaptive_lengths(
     blocks = {name: of_layers[weight.weight] for name, weight in units.weights.items()}
     widths = widths_of(engine, blocks)
     by_adam = {name: value for name, value in values.items() if name not in units.weights}
-    predictions, of_tables = predictions_of(engine), rates_of_tables(engine)
+    predictions, of_logits = predictions_of(engine), rates_of_logits(engine, heads)
     numbers = joined_by_blocks(engine, units)
     span = AverageSpan(AVERAGE) if momentum is None and roots else None
     momentum = AVERAGE if momentum is None else momentum
@@ -954,7 +961,7 @@ def adaptive_lengths(
         work[half] += prod(shape) * widths[name]
     together = Together(
         [*groups(parameters, {name: name in numbers for name in parameters})],
-        [*groups(by_adam, {name: of_tables.get(name, 1.0) for name in by_adam})],
+        [*groups(by_adam, {name: of_logits.get(name, 1.0) for name in by_adam})],
         [*groups({n: np.empty(0) for n in roots}, dict.fromkeys(roots, "length"))],
     )
     return AdaptiveLengthUpdate(
@@ -976,7 +983,7 @@ def adaptive_lengths(
         adam_rate,
         weight_decay,
         predictions=predictions,
-        factors=of_tables,
+        factors=of_logits,
         shifted=biases_of(engine, predictions),
         features=feature_bounds(engine, units.weights, blocks, values),
         span=span,

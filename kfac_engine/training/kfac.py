@@ -190,7 +190,7 @@ class KfacOptimizer(Optimizer):
         update_length: Frobenius norm of a matrix's update, divided by ``k √outputs``, for
             ``"auto"``.
         adam_rate: Learning rate of Adam, for ``"auto"``; less for a wide table that is an embedding
-            and computes logits.
+            and computes logits, and for a wide layer of more than 8,192 classes.
         statistics_every: Largest number of steps between two updates of the statistics. Periods
             grow: after t steps, an update is due as soon as the last one is ``t // 2`` steps old.
         statistics_part: Part of the batch whose statistics are computed, in (0, 1]; another part

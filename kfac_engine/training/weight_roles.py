@@ -6,8 +6,10 @@ from math import inf, sqrt
 import numpy as np
 
 from kfac_engine.curvature.blocks.base import FisherBlock, uses
+from kfac_engine.curvature.blocks.kronecker import LARGEST_DIVIDED
 from kfac_engine.engine.engine import Engine
 from kfac_engine.graph.structure import RELAYS, Node
+from kfac_engine.losses.categorical import CategoricalLogitsNegativeLogProbLoss
 from kfac_engine.training.feature_bounds import model_of
 from kfac_engine.training.units import Units
 from kfac_engine.training.vectors import Vector
@@ -20,6 +22,10 @@ BY_ADAM = {
 
 # Number of features above which the rate of a table that computes logits falls.
 _FEW_FEATURES = 256
+
+# Adam updates the weight that computes the logits of more classes, as it does embeddings: few rows
+# of a batch have each class, and the factor of the outputs would be a diagonal.
+_MOST_CLASSES = LARGEST_DIVIDED
 
 # Operators that may be between the matrices of a product of low rank.
 _SCALES = RELAYS | {"Mul", "Div"}
@@ -63,6 +69,24 @@ def biases_of(engine: Engine, predictions: Mapping[str, str]) -> set[str]:
     }
 
 
+def wide_heads(engine: Engine) -> dict[str, int]:
+    """Return the features of each weight that computes logits of more than ``_MOST_CLASSES``.
+
+    Tables that embed tokens, too, are left out. Weights have the names of their blocks.
+    """
+    terms, predictions, heads = engine.objective.terms, predictions_of(engine), dict[str, int]()
+    logits = {t.inputs[0] for t in terms if isinstance(t, CategoricalLogitsNegativeLogProbLoss)}
+    for layer in engine.layers:
+        name, packing = uses(layer.key)[0], engine.collection.fisher_blocks[layer.key].packing
+        if layer.kind in BY_ADAM or predictions.get(layer.parameters[0]) not in logits:
+            continue
+        assert packing is not None, "a layer that is not in BY_ADAM has a matrix"
+        inputs, classes = packing.matrix_shape(engine.collection.require_shape(name))
+        if classes > _MOST_CLASSES:
+            heads[name] = inputs - packing.has_bias
+    return heads
+
+
 def widths_of(engine: Engine, blocks: Mapping[str, FisherBlock]) -> dict[str, float]:
     """Return the sum of the sides of the dense factors of each block."""
     widths = {}
@@ -96,21 +120,24 @@ def joined_by_blocks(engine: Engine, units: Units) -> dict[str, int]:
     return {name: numbers[find(owner)] for name, owner in owners_of.items()}
 
 
-def rates_of_tables(engine: Engine) -> dict[str, float]:
-    """Return a factor of Adam's rate for each table that embeds tokens and computes their logits.
+def rates_of_logits(engine: Engine, heads: Mapping[str, int]) -> dict[str, float]:
+    """Return a factor of Adam's rate for each weight that computes logits, by ``wide_heads``.
 
-    Adam moves the entries of a row e by about its rate. A logit ``s h·e`` of features h, which the
-    graph multiplies by constants of the size s, then changes by up to the rate times ``s Σ |h|``.
-    The factor is that of a change as large as ``_FEW_FEATURES`` features have with s = 1.
+    A table that embeds tokens may be one, too. Adam moves the entries of a class e by about its
+    rate. A logit ``s h·e`` of features h, which the graph multiplies by constants of the size s,
+    then changes by up to the rate times ``s Σ |h|``. The factor is that of a change as large as
+    ``_FEW_FEATURES`` features have with s = 1.
     """
     graph, factors = model_of(engine).graph, dict[str, float]()
     for layer in engine.layers:
+        name, features = layer.parameters[0], heads.get(uses(layer.key)[0])
         if layer.kind == "tied_embedding":
-            name, value, scale = layer.parameters[0], uses(layer.inputs)[-1], 1.0
+            features = engine.collection.require_shape(name)[-1]
+        if features:
+            value, scale = uses(layer.inputs)[-1], 1.0
             while value in graph.producers:
                 value, of_node = _scaled(engine, graph.producers[value])
                 scale *= of_node
-            features = engine.collection.require_shape(name)[-1]
             factors[name] = min(1.0, _FEW_FEATURES / (scale * features))
     return factors
 

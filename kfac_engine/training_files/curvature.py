@@ -39,6 +39,7 @@ from kfac_engine.recording.recorded import Recorded, Size, Symbol, Tape
 from kfac_engine.training.curvature_updates import fewest_measured
 from kfac_engine.training.feature_bounds import POWERS
 from kfac_engine.training.kfac import KfacOptimizer
+from kfac_engine.training.weight_roles import wide_heads
 from kfac_engine.training_files.parts import EvaluationGraph, Writer, forward_nodes, number_of
 
 Values = Mapping[str, Symbol]
@@ -98,8 +99,12 @@ class CurvatureSteps:
         self._optimizer, self._options = optimizer, optimizer.options
         self._root = sqrt(float(engine.damping))
         self._sources = engine.fisher.sources
-        blocks = engine.collection.fisher_blocks.items()
-        self._blocks = {key: block for key, block in blocks if _has_matrices(block)}
+        blocks, by_adam = engine.collection.fisher_blocks.items(), wide_heads(engine)
+        self._blocks = {
+            key: block
+            for key, block in blocks
+            if _has_matrices(block) and uses(key)[0] not in by_adam
+        }
         self._factors = list(dict.fromkeys(f for b in self._blocks.values() for f in b.factors))
 
     @cached_property

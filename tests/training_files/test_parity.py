@@ -327,6 +327,15 @@ def test_equal_weights_are_trained_as_one(optimizer, tmp_path, monkeypatch):
     assert "head" not in files.description.state
 
 
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_layer_of_very_many_classes_has_no_curvature(accumulate, tmp_path, monkeypatch):
+    monkeypatch.setattr(weight_roles, "_MOST_CLASSES", CLASSES - 1)
+    folder = tmp_path / "files"
+    assert_equal_steps(network("dense"), "kfac", folder, classes(), accumulate=accumulate)
+    factors = ke.TrainingFiles(folder, network("dense")).description.factors
+    assert [*factors.values()] == ["KroneckerMoment(input)", "KroneckerMoment(∂fc)"]
+
+
 def two_inputs():
     net = Net()
     net.dense("left", "input", 5, 4)
