@@ -84,6 +84,12 @@ class Rows:
         """Return ``R Rᵀ``, ``(m, m)``."""
         return self._summed(self.matrix @ self.matrix.T)
 
+    def squares(self) -> NDArray[np.float64]:
+        """Return the diagonal of ``RᵀR``, ``(P,)``."""
+        result = np.zeros(self.size)
+        result[self.places] = np.einsum("ij,ij->j", self.matrix, self.matrix)
+        return self._summed(result)
+
     def gathered(self, u: NDArray[np.float64]) -> NDArray[np.float64]:
         """Return a vector ``(m,)`` from the entries of each process's own rows."""
         result = np.zeros(len(self.matrix))

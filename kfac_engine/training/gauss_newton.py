@@ -22,7 +22,7 @@ from kfac_engine.engine.engine import Engine
 from kfac_engine.engine.memory import MemoryReport
 from kfac_engine.engine.profiling import StageClock
 from kfac_engine.engine.rollback import Undo
-from kfac_engine.engine.sample_space import MOST_ROWS, SampleSpace
+from kfac_engine.engine.sample_space import MOST_ROWS, Rows, SampleSpace
 from kfac_engine.errors import InputError, MemoryLimitError, NonFiniteError, UnsupportedError
 from kfac_engine.training.checkpoint import Number, Numbers
 from kfac_engine.training.damping_adaptation import DampingAdaptation
@@ -43,6 +43,8 @@ from kfac_engine.training.vectors import Vector, Zeros, dot
 FOLLOWS = DampingAdaptation(interval=1, decay=1 / 3, min_damping=1e-12)
 _ATTEMPTS, _STRONGER = 8, 1 / 3
 MOMENTUM = 0.5
+# Least diagonal entry of the Fisher matrix in the damping, relative to the mean entry.
+_LEAST = 1e-3
 # Rounding of a loss that is computed in float64, relative to its size.
 _RESOLUTION = 16 * float(np.finfo(np.float64).eps)
 # Largest number of iterations with a sample of rows; an iteration that adds less than this part of
@@ -55,11 +57,11 @@ _MOST_OF_EXAMPLE, _MOST_NUMBERS = 8, 1 << 25
 
 @dataclass(frozen=True, slots=True)
 class GaussNewtonUpdate(Update):
-    """``φ = argmin ½‖R φ − ρ‖² + ½ λ‖φ − μ φ′‖²``, ``θ ← θ − η φ``, for the previous update φ′.
+    """``φ = argmin ½‖R φ − ρ‖² + ½ λ‖φ − μ φ′‖²_D``, ``θ ← θ − η φ``, for the last update φ′.
 
-    R and ρ are those of ``SampleSpace``. With ``c = μ φ′`` the minimum is
-    ``c + Rᵀ (R Rᵀ + λI)⁻¹ (ρ − R c)``. With ``l2``, λ contains it, and ``c = (1 − l2/λ) μ φ′ +
-    l2/λ θ``.
+    R and ρ are those of ``SampleSpace``. D is diagonal (``_damping_scale``). For ``D = I`` and
+    ``c = μ φ′``, the minimum is ``c + Rᵀ (R Rᵀ + λI)⁻¹ (ρ − R c)``. With ``l2``, λ contains it, and
+    ``c = (1 − l2/λ D⁻¹) μ φ′ + l2/λ D⁻¹ θ``, where negative factors of φ′ count as zero.
 
     At most 256 rows are solved by one decomposition. For more rows, conjugate gradients minimize
     over φ. The matrix of 256 rows, which differ between steps, preconditions them. They end with an
@@ -82,7 +84,7 @@ class GaussNewtonUpdate(Update):
         """Compute the new parameters of a step, and write the new update."""
         with step.clock("gradients"):
             space = self.engine.passes.sample_space(step.batch)
-        equations = _Equations(space, step)
+        equations = _Equations(space, step, scales=self.engine.example_axes.in_sets)
         move = self._tried(equations, step)
         for name, array in equations.update.items():
             step.new_slots["momentum"][name][...] = array
@@ -172,26 +174,32 @@ class _Solution(NamedTuple):
 class _Equations:
     """The linear equations of a step, for any damping.
 
+    They are solved for ``ψ = √D φ`` with the rows ``R / √D``, so that the damping is λI. Vectors
+    over the parameters have the scale of ψ, except those in ``_Trial`` and in ``update``.
+
     Attributes:
         loss: Loss of the batch, in float64.
         update: The update φ of the latest solution.
         promised: Fall of the loss that the model predicted for the first solution.
     """
 
-    def __init__(self, space: SampleSpace, step: StepInputs) -> None:
+    def __init__(self, space: SampleSpace, step: StepInputs, *, scales: bool) -> None:
         self._space, self._step = space, step
         self.loss, self._rho = space.residuals()
         with step.clock("statistics"):
             self._rows = space.sampled(step.step)
             if not any(bool(array.any()) for array in step.slots["momentum"].values()):
                 space.check(self._rows)
+            matrix, places = self._rows.matrix, self._rows.places
+            self._roots = np.sqrt(_damping_scale(self._rows, scales=scales))
+            np.divide(matrix, self._roots[places], out=matrix)
             self._products = self._rows.gram()
         self._whole = len(self._rows.matrix) == space.rows
         self.update: dict[str, Array] = {}
         self.promised = 0.0
 
     def missed(self, damping: float) -> float:
-        """Return what was promised, if a damping is larger than the mean eigenvalue of R Rᵀ."""
+        """Return what was promised, if a damping exceeds the mean eigenvalue of R D⁻¹ Rᵀ."""
         return self.promised if damping > np.diagonal(self._products).mean() else 0.0
 
     def solved(self, damping: float, momentum: float) -> _Trial | None:
@@ -207,8 +215,8 @@ class _Equations:
         solve = self._directly if self._whole else self._iteratively
         solution = solve(rho - of_centre, root, damping)
         image = of_centre + solution.image
-        phi = solution.vector if centre is None else centre + solution.vector
-        named = space.named(phi)
+        psi = solution.vector if centre is None else centre + solution.vector
+        named = space.named(psi / self._roots)
         self.update = update = {name: named[name] for name in step.parameters}  # no tied copies
         of_rho, curvature = space.inner(image, rho, image)
         slope = -of_rho
@@ -224,13 +232,13 @@ class _Equations:
         return _Trial(values, predicted, solution.iterations)
 
     def _centre(self, damping: float, momentum: float) -> NDArray[np.float64] | None:
-        """Return c, to which the damping pulls the update; None for zero."""
+        """Return ``√D c``: the damping pulls the update to c. None stands for zero."""
         step, previous, centre = self._step, self._step.slots["momentum"], None
-        part = step.l2 / damping
+        part = step.l2 / (damping * self._roots**2)
         if momentum > 0 and any(bool(array.any()) for array in previous.values()):
-            centre = (1 - part) * momentum * self._space.flat(previous)
+            centre = np.maximum(1 - part, 0) * momentum * self._space.flat(previous) * self._roots
         if step.l2:
-            pull = part * self._space.flat(step.parameters)
+            pull = part * self._space.flat(step.parameters) * self._roots
             centre = pull if centre is None else centre + pull
         return centre
 
@@ -272,20 +280,31 @@ class _Equations:
         return _Solution(vector, right - residual, iteration)
 
     def _image(self, flat: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Return ``R v``."""
+        """Return ``R v / √D``."""
         rows, space = self._rows, self._space
         if self._whole:
             return rows.image(flat)[rows.of_rank]
+        flat = flat / self._roots
         if space.factored is not None:
             return space.factored.image(flat)
         return space.image(space.named(flat))
 
     def _combine(self, u: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Return ``Rᵀ u``."""
+        """Return ``Rᵀ u / √D``."""
         space = self._space
         if space.factored is not None:
-            return space.factored.combine(u)
-        return space.flat(space.combine(u, tuple(self._step.parameters)))
+            return space.factored.combine(u) / self._roots
+        return space.flat(space.combine(u, tuple(self._step.parameters))) / self._roots
+
+
+def _damping_scale(rows: Rows, *, scales: bool) -> NDArray[np.float64]:
+    """Return the diagonal of D, ``(P,)``: 1, or the root of the relative diagonal of ``RᵀR``."""
+    if not scales:
+        return np.ones(rows.size)
+    squares = rows.squares()
+    relative = squares / max(float(squares.mean()), float_info.min)
+    scale: NDArray[np.float64] = np.sqrt(np.maximum(relative, _LEAST))
+    return scale
 
 
 class GaussNewton(Optimizer):
@@ -294,15 +313,19 @@ class GaussNewton(Optimizer):
     R has one row for each number that the losses predict. The Fisher matrix is ``F = RᵀR``, and
     the gradient is ``g = Rᵀρ`` with the residuals ρ::
 
-        φ ← argmin ½‖R φ − ρ‖² + ½ λ‖φ − μ φ′‖²,    θ ← θ − η φ
+        φ ← argmin ½‖R φ − ρ‖² + ½ λ‖φ − μ φ′‖²_D,    θ ← θ − η φ
 
     where φ′ is the previous update. For ``μ = 0`` this is the damped Gauss–Newton step
-    ``(F + λ)⁻¹ g``. With at most 256 rows, one Cholesky decomposition of ``R Rᵀ + λI`` solves for
-    it. With more rows, conjugate gradients solve to about two percent of the decrease, in three to
-    ten iterations for most steps. A sample of 256 rows, whose matrix has nearly the same large
-    eigenvalues, preconditions them. A step takes 32,000 multiplications per parameter and some
-    passes over the batch. It needs memory for 1536 float64 numbers per parameter; ``memory``
-    returns the bytes, and each step checks them.
+    ``(F + λD)⁻¹ g``. D is the identity, except where examples are in several sets with inputs of
+    their own, such as the points of an equation. There it is ``√(diag F / mean of diag F)`` of the
+    rows that the step reads, with a least ratio of 0.001.
+
+    With at most 256 rows, one Cholesky decomposition of ``R D⁻¹ Rᵀ + λI`` solves for it. With more
+    rows, conjugate gradients solve to about two percent of the decrease, in three to ten iterations
+    for most steps. A sample of 256 rows, whose matrix has nearly the same large eigenvalues,
+    preconditions them. A step takes 32,000 multiplications per parameter and some passes over the
+    batch. It needs memory for 1536 float64 numbers per parameter; ``memory`` returns the bytes, and
+    each step checks them.
 
     λ follows the reduction ratio. If a step would raise the batch's loss, it is tried again with
     more damping, eight times in all. The parameters do not move if every try would raise the loss.

@@ -320,6 +320,47 @@ def two_sets():
     return ke.equation(network([1, 16, 2]), residuals, {"x": ("x",)})
 
 
+@pytest.mark.parametrize("n", [30, 300], ids=["all rows", "sample of rows"])
+def test_the_damping_of_an_equation_has_the_scale_of_the_fisher_matrix(n, tmp_path):
+    """The steps minimize the quadratic model with ``λ D``, from a dense matrix."""
+    model, losses, (inputs, _), _ = equation(n)
+    mu, l2 = 0.7, 0.01
+    optimizer = optimizer_of(model, losses, momentum=mu, l2=l2, damping=0.1)
+    names, last = [*optimizer.engine.parameters], 0.0
+    for step in range(3):
+        optimizer.engine.export(tmp_path / "model.onnx")
+        stored = onnx.load(tmp_path / "model.onnx")
+        R, rho = [], []
+        for name, weight in {"inside": 1, "ends": 10}.items():
+            rows = oracle.jacobian(stored, inputs, name, names)
+            rows = rows.reshape(-1, rows.shape[-1])
+            (values,) = oracle.evaluate(stored, inputs, name)
+            share = np.sqrt(2 * weight / len(values))  # of the variance ½
+            R.append(share * rows)
+            rho.append(share * values.reshape(-1))
+        R, rho = np.concatenate(R), np.concatenate(rho)
+        sample = optimizer.engine.passes.sample_space([(inputs, None)]).sampled(step)
+        squares = ((sample.scales[:, None] * R[sample.numbers]) ** 2).sum(axis=0)
+        D = np.sqrt(np.maximum(squares / squares.mean(), 1e-3))
+        assert D.max() > 3 * D.min()
+        theta = flat(optimizer.engine.parameters, names)
+        report = optimizer.step(inputs)
+        damping = report.damping * D
+        near = np.maximum(damping - l2, 0) * report.momentum * last
+        right = R.T @ rho + l2 * theta + near
+        best = np.linalg.solve(R.T @ R + np.diag(damping), right)
+        last = theta - flat(optimizer.engine.parameters, names)
+
+        def decrease(update, R=R, damping=damping, right=right):
+            image = R @ update
+            return right @ update - 0.5 * image @ image - 0.5 * damping @ update**2
+
+        # Iterations end where one adds less than a fiftieth to the decrease.
+        assert decrease(last) > (0.95 if n == 300 else 1 - 1e-9) * decrease(best)
+        if n == 30:
+            np.testing.assert_allclose(last, best, atol=1e-8)
+
+
 # A model with its losses, the batch of one process, and the rows of each input by rank.
 def function(n):
     x, y = wave(n)
