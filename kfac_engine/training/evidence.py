@@ -16,16 +16,21 @@ from typing import NamedTuple
 import numpy as np
 
 from kfac_engine._types import Array
+from kfac_engine.backend.namespace import array_module
 from kfac_engine.curvature.blocks.base import FisherBlock
 from kfac_engine.curvature.config import RelativeDamping
 from kfac_engine.engine.engine import Engine
 from kfac_engine.layers.parameter_slices import Piece
+from kfac_engine.losses.bernoulli import MultiBernoulliNegativeLogProbLoss
+from kfac_engine.losses.categorical import CategoricalLogitsNegativeLogProbLoss
 from kfac_engine.losses.normal import NormalMeanNegativeLogProbLoss
 from kfac_engine.training.feature_bounds import model_of
 from kfac_engine.training.seen_examples import SeenExamples
-from kfac_engine.training.vectors import Vector
+from kfac_engine.training.vectors import Vector, add_multiple
 
 _DENSE, _ROWS = "fully_connected", 2  # kind of a layer, and number of axes of its inputs
+_SQUARED = NormalMeanNegativeLogProbLoss
+_CLASSES = CategoricalLogitsNegativeLogProbLoss, MultiBernoulliNegativeLogProbLoss
 # Largest sum of the sides of two factors whose eigenvalues are computed.
 _WIDEST = 1024
 # Steps until the precisions are computed again, relative to the steps of the run.
@@ -46,6 +51,11 @@ _EQUAL = 1e-12
 # Part of the errors that neighbours leave, below which the errors are no noise: a quarter of the
 # part that they leave of noise.
 _LEFT = 1 / 3
+# Number of different rows of classes, below which their noise is not measured, and part of the
+# deviations of classes that neighbours leave, below which classes are apart.
+_FEWEST, _APART = 200, 0.02
+# Fields of ``Evidence`` with numbers of the weights.
+_OF_WEIGHTS = "precisions", "dampings", "units"
 
 
 class Evidence(NamedTuple):
@@ -53,14 +63,18 @@ class Evidence(NamedTuple):
 
     residual: float = 1.0  # average of the residuals of the steps, at most 1
     # Average of the squares of the gradients at the predictions, relative to those that the loss
-    # expects; 1 for classes.
+    # expects, for squared errors; 1 for classes.
     noise: float = 1.0
     due: int = 1  # number of the step that computes precisions and dampings next
     # Prior precision of each weight per example, in the unit of the loss.
     precisions: tuple[float, ...] = ()
     # Damping of the block of each weight by noise, relative to its mean eigenvalue.
     dampings: tuple[float, ...] = ()
-    unlearned: bool = False  # whether neighbours have predicted the errors, which are then no noise
+    # Second moments of the inputs of each weight where columns have units of their own, else 1.
+    units: tuple[float, ...] = ()
+    # Whether errors are no noise: neighbours have predicted them, or do not show that few rows of
+    # classes have noise.
+    unlearned: bool = False
     # Inputs and errors of the latest rows of several steps, ``(rows, columns)`` in sum up to 512
     # rows.
     rows: tuple[Array, ...] = ()
@@ -70,16 +84,16 @@ class Evidence(NamedTuple):
         latest = np.concatenate(self.rows)
         numbers = [self.residual, self.noise, self.due, self.unlearned, len(latest)]
         rows = np.concatenate([latest, np.zeros((MOST_COMPARED - len(latest), latest.shape[1]))])
-        fixed_points = {n: np.array(getattr(self, n)) for n in ("precisions", "dampings")}
-        return {"numbers": np.array(numbers, np.float64), "rows": rows, **fixed_points}
+        of_weights = {n: np.array(getattr(self, n)) for n in _OF_WEIGHTS}
+        return {"numbers": np.array(numbers, np.float64), "rows": rows, **of_weights}
 
     @classmethod
     def restored(cls, saved: Mapping[str, Array]) -> "Evidence":
         """Return the evidence of ``saved``."""
         residual, noise, due, unlearned, count = map(float, saved["numbers"])
-        precisions, dampings = (tuple(map(float, saved[n])) for n in ("precisions", "dampings"))
+        precisions, dampings, units = (tuple(map(float, saved[name])) for name in _OF_WEIGHTS)
         rows = saved["rows"][: int(count)].copy()
-        return cls(residual, noise, int(due), precisions, dampings, bool(unlearned), (rows,))
+        return cls(residual, noise, int(due), precisions, dampings, units, bool(unlearned), (rows,))
 
     def with_rows(self, rows: Array) -> "Evidence":
         """Return the evidence with the rows of one more step, without those before the last 512."""
@@ -102,13 +116,21 @@ class ShrinkageByEvidence:
         α = (q / N) T γ / ‖W‖²        γ = Σ h / (h + α)
 
     γ is the number of parameters that the examples determine. T is the noise: for squared errors
-    their mean, at most that of the mean target, relative to the variance of the loss, and 1 for
-    other losses. It is 0 while most of the errors of the latest rows are predicted by those of
-    neighbouring rows (``left_by_neighbours``), which are then not learned yet. In a network that
-    has fitted noise, the product of a weight and its gradient on new examples is larger than on the
-    examples of the training, by about T γ / N. The term adds as much. r is the residual
-    (``Residuals.size``), an average over about twenty steps. It weakens the term where little noise
-    is left, because a run ends long before the minimum, which the evidence assumes.
+    their mean, at most that of the mean target, relative to the variance of the loss. It is 0 while
+    most of the errors of the latest rows are predicted by those of neighbouring rows
+    (``left_by_neighbours``), which are then not learned yet. In a network that has fitted noise,
+    the product of a weight and its gradient on new examples is larger than on the examples of the
+    training, by about T γ / N. The term adds as much. r is the residual (``Residuals.size``), an
+    average over about twenty steps. It weakens the term where little noise is left, because a run
+    ends long before the minimum, which the evidence assumes.
+
+    For classes, T is 1 if at least 1,024 rows are different. Fewer rows have ``T = 1 − r²`` if
+    their classes overlap (``classes_overlap``), else 0, and the gradient is ``g + √r α W``. Weights
+    that have learned nothing then do not shrink. Where predictions become certain, g and h fall
+    with r, and α with √h: the term falls as fast as the gradient. Also, W in the formulas then has
+    the rows ``√aᵢ wᵢ`` in a layer that reads columns, and h are the eigenvalues for inputs ``xᵢ /
+    √aᵢ``, with the second moment aᵢ of column i (``FisherFactor.moments``): columns have units of
+    their own.
 
     With ``damps``, the relative damping ε of the block becomes ``ε + r λ / mean(h)`` with ::
 
@@ -122,21 +144,25 @@ class ShrinkageByEvidence:
 
     # The block of each weight; none where the rule does not apply.
     blocks: Mapping[str, FisherBlock] = field(default_factory=dict)
-    # Whether fewer than 1,024 rows count: those of squared errors, whose noise is measured.
-    few: bool = False
-    columns: int = 0  # number of columns of the inputs of an example
-    features: int = 0  # number of its errors
+    weights: Mapping[str, Piece] = field(default_factory=dict)  # the weights of the blocks
+    inputs: Mapping[str, int] = field(default_factory=dict)  # number of inputs of each weight
+    columns: int = 0  # number of columns of the inputs of a row
+    features: int = 0  # number of features of its errors
+    squared: bool = False  # whether errors are squared, so that their mean is the noise
+    classes: bool = False  # whether all targets are classes
     damps: bool = False  # whether noise and few rows of statistics damp the blocks
 
     def start(self) -> Evidence:
         """Return the evidence before the first step."""
         none = (0.0,) * len(self.blocks)
         rows = np.empty((0, self.columns + self.features))
-        return Evidence(precisions=none, dampings=none, rows=(rows,))
+        units = (1.0,) * sum(self.inputs.values())
+        return Evidence(precisions=none, dampings=none, units=units, rows=(rows,))
 
-    def kept_decay(self, seen: SeenExamples) -> float:
+    def kept_decay(self, seen: SeenExamples, evidence: Evidence) -> float:
         """Return the factor of the weight decay beside the precisions."""
-        return 1 - _REPLACED * seen.share if self.blocks and self.knows(seen) else 1.0
+        measured = any(evidence.precisions) if self._has_few_classes(seen) else self.knows(seen)
+        return 1 - _REPLACED * seen.share if self.blocks and measured else 1.0
 
     def after(self, evidence: Evidence, step: int, size: float, noise: float) -> Evidence:
         """Return the evidence after one more batch, from the numbers of its residuals.
@@ -150,13 +176,18 @@ class ShrinkageByEvidence:
             noise=evidence.noise + part * (noise - evidence.noise),
         )
 
+    def _has_few_classes(self, seen: SeenExamples) -> bool:
+        """Return whether fewer than 1,024 rows have classes."""
+        return self.classes and not seen.many
+
     def knows(self, seen: SeenExamples) -> bool:
         """Return whether the rows are enough for the evidence.
 
-        At least 1,024 of them are different, or their errors are squared and most rows came several
-        times.
+        At least 1,024 of them are different; or most came several times, and their errors are
+        squared or at least 200 different ones have classes.
         """
-        return seen.familiar if self.few else seen.many
+        enough = self.squared or (self.classes and seen.different >= _FEWEST)
+        return seen.familiar if enough else seen.many
 
     def reads_rows(self, evidence: Evidence, step: int, seen: SeenExamples) -> bool:
         """Return whether a step is one of the last before precisions are computed.
@@ -164,7 +195,7 @@ class ShrinkageByEvidence:
         ``step`` is the number of steps so far, and ``seen`` are their examples. The rows of a step
         that computes precisions are read, too.
         """
-        if not (self.few and self.blocks and seen.share > 0):
+        if not ((self.squared or self._has_few_classes(seen)) and self.blocks and seen.share > 0):
             return False
         return (evidence.due - step) * seen.count < MOST_COMPARED * step
 
@@ -185,13 +216,17 @@ class ShrinkageByEvidence:
     def compared(self, evidence: Evidence, step: int) -> Evidence:
         """Return the evidence after a comparison of the latest rows, of which none remains.
 
-        Errors of which neighbours leave less than a third are no noise. Without rows, they are
-        what they were before. The precisions and dampings are 0.
+        Errors of which neighbours leave less than a third are no noise, and neither are those of
+        classes that do not overlap. Without rows, they are what they were before. The precisions
+        and dampings are 0.
         """
         latest, unlearned = np.concatenate(evidence.rows), evidence.unlearned
         if len(latest):
             inputs, errors = np.split(latest, [self.columns], axis=1)
-            unlearned = left_by_neighbours(inputs, errors) < _LEFT
+            if self.classes:
+                unlearned = not classes_overlap(inputs, errors)
+            else:
+                unlearned = left_by_neighbours(inputs, errors) < _LEFT
         due = int(_GROWTH * step) + 1
         return self.start()._replace(
             residual=evidence.residual, noise=evidence.noise, due=due, unlearned=unlearned
@@ -204,12 +239,20 @@ class ShrinkageByEvidence:
 
         ``rows`` is the number of rows in an averaged gradient, if all are different.
         """
-        noise = 0.0 if evidence.unlearned else evidence.noise
+        few = self._has_few_classes(seen)
+        noise = 1 - evidence.residual**2 if few else evidence.noise
+        if evidence.unlearned and (few or self.squared):
+            noise = 0.0
         of_all = seen.scarcity * noise
         of_average = noise / min(rows, seen.different) if self.damps else 0.0
         pairs: list[tuple[float, float]] = []
-        for name, block in self.blocks.items():
-            h, square = _eigenvalues(block), max(float(np.vdot(values[name], values[name])), _LEAST)
+        if few:
+            units = [_units(self.blocks[name], side) for name, side in self.inputs.items()]
+            evidence = evidence._replace(units=tuple(map(float, np.concatenate(units))))
+        products = self._in_units(evidence, values) if few else values
+        for number, (name, block) in enumerate(self.blocks.items()):
+            h = _eigenvalues(block, units[number] if few else None)
+            square = max(float(np.vdot(values[name], products[name])), _LEAST)
             precision, damping = (_precision(h, s / square) for s in (of_all, of_average))
             relative = damping / max(float(h.mean()), _LEAST)
             pairs.append((precision, min(relative, _MOST_DAMPING)))
@@ -222,10 +265,28 @@ class ShrinkageByEvidence:
         more = {block.params: evidence.residual * damping for block, damping in pairs}
         return RelativeDamping(value).with_more(more, examples)
 
-    def strengths(self, evidence: Evidence) -> dict[str, float]:
-        """Return the multiple of each weight that its gradient receives."""
-        pairs = zip(self.blocks, evidence.precisions, strict=True)
-        return {name: evidence.residual * precision for name, precision in pairs}
+    def add_to(
+        self, gradients: Vector, evidence: Evidence, seen: SeenExamples, values: Vector
+    ) -> bool:
+        """Add the terms to the gradients of the weights; return whether there are any."""
+        few = self._has_few_classes(seen)
+        if not any(evidence.precisions):
+            return False
+        part = sqrt(evidence.residual) if few else evidence.residual
+        products = self._in_units(evidence, values) if few else values
+        for name, precision in zip(self.blocks, evidence.precisions, strict=True):
+            add_multiple(gradients[name], part * precision, products[name])
+        return True
+
+    def _in_units(self, evidence: Evidence, values: Vector) -> dict[str, Array]:
+        """Return the weights with each row times the unit of its input."""
+        products, start = dict[str, Array](), 0
+        for name, side in self.inputs.items():
+            value, piece = values[name], self.weights[name]
+            units = np.array(evidence.units[start : start + side], value.dtype)
+            matrices = array_module(value).asarray(units)[:, None] * piece.matrices(value)
+            products[name], start = piece.array(matrices, value), start + side
+        return products
 
 
 def left_by_neighbours(inputs: Array, errors: Array) -> float:
@@ -267,9 +328,45 @@ def left_by_neighbours(inputs: Array, errors: Array) -> float:
     return float((differences[pairs] ** 2).sum()) / total if total else 1.0
 
 
-def _eigenvalues(block: FisherBlock) -> Array:
-    """Return the eigenvalues of a Kronecker product."""
-    inputs, outputs = (np.maximum(factor.eigenvalues(), 0.0) for factor in block.factors)
+def classes_overlap(inputs: Array, errors: Array) -> bool:
+    """Return whether rows with near inputs show that classes have noise.
+
+    The mean of the classes of the three rows with the nearest inputs then leaves from 2 % to 100 %
+    of the squared deviations from the mean of all rows. Below, classes are apart. Above, the mean
+    of all rows is better, as for an exclusive or of few columns: neighbours do not tell whether
+    classes have noise.
+
+    Args:
+        inputs: As for ``left_by_neighbours``.
+        errors: The gradients of the loss at the logits, negative for the class of a row.
+    """
+    counts = errors.any(axis=1)
+    if not counts.any():
+        return False
+    members = (errors[counts] < 0).astype(np.float64)
+    left = left_by_neighbours(inputs[counts], members - members.mean(axis=0, keepdims=True))
+    return _APART < left < 1
+
+
+def _units(block: FisherBlock, side: int) -> Array:
+    """Return the second moments of the columns that a layer reads; ones for other layers."""
+    factor = block.factors[0]
+    if not factor.damped_by_feature():
+        return np.ones(side)
+    moments: Array = factor.moments(factor.backend.to_numpy(factor.get_cov()).astype(np.float64))
+    return moments[:side]
+
+
+def _eigenvalues(block: FisherBlock, units: Array | None) -> Array:
+    """Return the eigenvalues of a Kronecker product; inputs may have units."""
+    of_inputs, of_outputs = block.factors
+    if units is None:
+        inputs = of_inputs.eigenvalues()
+    else:
+        average = of_inputs.backend.to_numpy(of_inputs.get_cov()).astype(np.float64)
+        roots = np.append(units, np.ones(len(average) - len(units))) ** 0.5  # 1 for the bias
+        inputs = np.linalg.eigvalsh(average / np.multiply.outer(roots, roots))
+    inputs, outputs = (np.maximum(v, 0.0) for v in (inputs, of_outputs.eigenvalues()))
     products: Array = np.multiply.outer(inputs, outputs)
     return products
 
@@ -314,7 +411,6 @@ def shrinkage_by_evidence(
         and all(w.kind == _DENSE and name in whole for name, w in weights.items())
         and 0 < max(widths.values(), default=0) <= _WIDEST
     )
-    squared = all(isinstance(loss, NormalMeanNegativeLogProbLoss) for loss in objective.terms)
     if not applies:
         return ShrinkageByEvidence(damps=damps)
     facts = model_of(engine).facts
@@ -322,4 +418,9 @@ def shrinkage_by_evidence(
     columns = sum(prod(facts[name].shape) // size for name, size in sizes.items())
     # An output may have several rows for each example.
     features = prod(facts[objective.inputs[0]].shape) // max(sizes.values(), default=1)
-    return ShrinkageByEvidence(blocks, squared, columns, features, damps)
+    squared, classes = (
+        all(isinstance(loss, kinds) for loss in objective.terms) for kinds in (_SQUARED, _CLASSES)
+    )
+    parameters = engine.parameters
+    sides = {name: w.matrices(parameters[name]).shape[1] for name, w in weights.items()}
+    return ShrinkageByEvidence(blocks, weights, sides, columns, features, squared, classes, damps)

@@ -381,7 +381,7 @@ class KfacOptimizer(Optimizer):
         )
         step = self._inputs(gradients, values, slots, self.steps, scale, residuals, facts)
         paused = self._exact and basis.repeated.paused
-        decay = 0.0 if paused else self._shrinkage.kept_decay(basis.seen)
+        decay = 0.0 if paused else self._shrinkage.kept_decay(basis.seen, basis.evidence)
         step = step._replace(decay=decay * step.decay, batch=basis.batch, clock=clock)
         with backend.shared_reads():
             complete = self._rule.update.begin(step)
@@ -419,13 +419,14 @@ class KfacOptimizer(Optimizer):
 
     def _add_penalties(self, gradients: dict[str, Array], values: Vector, basis: Basis) -> bool:
         """Add the gradients of the penalties to those of the loss; return whether there are any."""
-        shrinks = self._rule is self._given and self._shrinkage.blocks
-        strengths = self._shrinkage.strengths(basis.evidence) if shrinks else {}
-        for name, strength in strengths.items():
-            add_multiple(gradients[name], strength, values[name])
+        shrinks = (
+            self._rule is self._given
+            and bool(self._shrinkage.blocks)
+            and self._shrinkage.add_to(gradients, basis.evidence, basis.seen, values)
+        )
         for name, gradient in gradients.items() if self._l2 else ():
             add_multiple(gradient, self._l2, values[name])
-        return bool(strengths or self._l2)
+        return bool(shrinks or self._l2)
 
     def _inputs(
         self,
@@ -555,7 +556,7 @@ class KfacOptimizer(Optimizer):
         The network of a table shrinks by its few rows where squared errors may be noise.
         """
         few = np.minimum(_FEW * facts.scarcity, _MOST_DECAY - 1) * signal
-        if self._shrinkage.blocks and self._shrinkage.few and residuals is not None:
+        if self._shrinkage.blocks and self._shrinkage.squared and residuals is not None:
             few = few * np.minimum(residuals.size() ** 2 / _LITTLE_ERROR, 1.0)
             few = (1 - facts.share) * few if facts.unlearned else few
         if not self._decay_follows:
@@ -576,7 +577,7 @@ class KfacOptimizer(Optimizer):
         of_all = examples * scarcity  # at least ½ for a batch of all examples
         squares = np.minimum(1 + _AVERAGED * of_all, _LONGEST**2)
         factor = np.where(of_all < _OF_TWO_BATCHES, squares, 1.0) ** 0.5
-        return 1 + (factor - 1) * signal if self._shrinkage.few else factor
+        return 1 + (factor - 1) * signal if self._shrinkage.squared else factor
 
     @recordable
     def measures_whole(self, slots: Mapping[str, Mapping[str, Any]]) -> Any:

@@ -265,5 +265,7 @@ def test_a_step_without_statistics_sends_gradients_and_products(distribution, ga
         assert len(votes) == 4  # one of them sums the loss and the squared residuals
         messages = [entry for entry in log if entry not in votes]
         fingerprints = ("allgather", 8 * EXAMPLES)
+        # Inputs and errors, which tell whether few rows of classes have noise.
+        rows = ("allgather", 8 * EXAMPLES * (net.D + net.K))
         gathers = [("allgather", weights)] * gathered
-        assert messages == [("allreduce", size + features), fingerprints, *gathers]
+        assert messages == [("allreduce", size + features), fingerprints, rows, *gathers]

@@ -10,7 +10,12 @@ import kfac_engine as ke
 from kfac_engine.bench.training import models
 from kfac_engine.curvature.blocks.base import uses
 from kfac_engine.training import evidence, kfac
-from kfac_engine.training.evidence import Evidence, ShrinkageByEvidence, left_by_neighbours
+from kfac_engine.training.evidence import (
+    Evidence,
+    ShrinkageByEvidence,
+    classes_overlap,
+    left_by_neighbours,
+)
 from tests.comparing import assert_arrays_equal
 from tests.distributed.threads import run
 from tests.models import written
@@ -44,27 +49,49 @@ def trained(optimizer, epochs, noise=1.0, start=0):
     return optimizer
 
 
+CLASSES = {"weights": "w(6,16) b(16) w1(16,2) b1(2)", "sides": "n,6 -> n,2", "loss": "categorical"}
+
+
+def fitted_classes(count, units=1.0, **options):
+    """Train an optimizer nine epochs on two classes of rows whose columns have units."""
+    engine, (x, y, *_) = engine_of(**CLASSES), table(1.0)
+    engine.set_parameters({"w": engine.parameters["w"] / (units * np.ones((6, 1)))})
+    optimizer = ke.KfacOptimizer(engine, **options)
+    for step in range(18):
+        rows = slice(step % 2 * count // 2, (step % 2 + 1) * count // 2)
+        optimizer.step(x[rows] * np.ravel(units), (y[rows, 0] > 0).astype(np.int64))
+    return optimizer
+
+
 def precisions(optimizer):
     return optimizer.state().arrays["evidence"]["precisions"]
 
 
 @pytest.mark.parametrize(("rows", "unlearned"), [(300, False), (2000, False), (300, True)])
-def test_precisions_and_dampings_are_fixed_points_of_the_evidence(rows, unlearned):
+@pytest.mark.parametrize("classes", [False, True])
+def test_precisions_and_dampings_are_fixed_points_of_the_evidence(rows, unlearned, classes):
     """The truth: eigenvalues of whole blocks, a root by bisection, and the count of the rows."""
-    optimizer = trained(ke.KfacOptimizer(engine_of()), 3)
+    count = 300 if classes else ROWS
+    optimizer = fitted_classes(count) if classes else trained(ke.KfacOptimizer(engine_of()), 3)
     engine, rule = optimizer.engine, optimizer._shrinkage
     basis = optimizer._basis
     known = basis.evidence._replace(unlearned=unlearned)
     found = rule.measured(known, basis.seen, engine.parameters, rows)
-    again = (2 / 3) / ROWS  # of the rows of three epochs, two thirds came again
+    again = 1 - 1 / 9 if classes else 2 / 3  # the part of the rows of all epochs that came again
+    noise = 1 - basis.evidence.residual**2 if classes else basis.evidence.noise
+    assert ({*found.units} == {1.0}) != classes
     for name, *own in zip(rule.blocks, found.precisions, found.dampings, strict=True):
         (block,) = [b for key, b in engine.collection.fisher_blocks.items() if uses(key)[0] == name]
-        h = np.linalg.eigvalsh(block.full_fisher_block().astype(np.float64))
-        square = (engine.parameters[name].astype(np.float64) ** 2).sum()
+        fisher, value = block.full_fisher_block().astype(np.float64), engine.parameters[name]
+        units = np.ones(len(value) + 1)
+        if classes and name == "w":  # of the columns, and of the bias
+            units = np.diag(engine.factors[name].input.value).astype(np.float64)
+        h = np.linalg.eigvalsh(fisher / np.sqrt(np.outer(*2 * [units.repeat(value.shape[1])])))
+        square = (units[:-1] @ value.astype(np.float64) ** 2).sum()
         for number, part, unit in zip(
-            own, (again, 1 / min(rows, ROWS)), (1, h.mean()), strict=True
+            own, (again / count, 1 / min(rows, count)), (1, h.mean()), strict=True
         ):
-            scale = part * basis.evidence.noise / square * (not unlearned)
+            scale = part * noise / square * (not unlearned)
 
             def surplus(a, h=h, scale=scale):
                 return scale * (h / (h + a)).sum() - a
@@ -319,11 +346,11 @@ def test_weights_do_not_shrink_by_the_evidence_while_many_rows_are_new():
     for _ in range(9):
         optimizer.step(x[:60], y[:60])
     rule, basis = optimizer._shrinkage, optimizer._basis
-    assert rule.kept_decay(basis.seen) < 1
+    assert rule.kept_decay(basis.seen, basis.evidence) < 1
     assert min(basis.evidence.precisions) > 0
     optimizer.step(x[60:200], y[60:200])
     basis = optimizer._basis
-    assert rule.kept_decay(basis.seen) == 1
+    assert rule.kept_decay(basis.seen, basis.evidence) == 1
     assert not any((*basis.evidence.precisions, *basis.evidence.dampings))
     assert basis.evidence.residual < 1
 
@@ -383,11 +410,12 @@ def test_noise_shrinks_the_weights_and_little_noise_does_not(noise):
     assert errors[0] < errors[1]
 
 
-def test_few_rows_shrink_by_the_evidence_from_the_seventh_epoch_on():
-    optimizer, (x, y, *_) = ke.KfacOptimizer(engine_of()), table(1.0)
-    found = []
+@pytest.mark.parametrize("options", [{}, CLASSES], ids=["numbers", "classes"])
+def test_few_rows_shrink_by_the_evidence_from_the_seventh_epoch_on(options):
+    optimizer, (x, y, *_) = ke.KfacOptimizer(engine_of(**options)), table(1.0)
+    y, found = (y[:, 0] > 0).astype(np.int64) if options else y, []
     for step in range(18):
-        rows = slice(0, 30) if step % 2 else slice(30, 60)
+        rows = slice(0, 120) if step % 2 else slice(120, 240)
         optimizer.step(x[rows], y[rows])
         found.append(bool(precisions(optimizer).any()))
     assert found == [False] * 13 + [True] * 5
@@ -441,6 +469,69 @@ def test_updates_of_short_epochs_are_less_long_if_residuals_are_small(error):
     r = np.sqrt((errors**2).sum() / ((targets - targets.mean()) ** 2).sum())
     small = min(10 * r, 1)
     assert report.learning_rate == pytest.approx(0.03 * small * (1 + small), rel=1e-2)
+
+
+def added(optimizer, **changes):
+    """What the evidence adds to the gradients of the weights."""
+    values, basis = optimizer.engine.parameters, optimizer._basis
+    terms = {name: np.zeros_like(value) for name, value in values.items()}
+    evidence = basis.evidence._replace(**changes)
+    assert len(evidence.units) == 6 + 16
+    optimizer._shrinkage.add_to(terms, evidence, basis.seen, values)
+    return {name: terms[name] for name in ("w", "w1")}
+
+
+def test_few_rows_of_classes_shrink_in_the_units_of_columns():
+    """The same function of columns in other units: the weights have the inverse ones."""
+    units = np.array([[1], [1], [20], [1], [1e4], [1]], np.float32)  # none far below the median
+    # The weights hardly move, so that both networks remain the same function.
+    options = {"update_length": 1e-12, "adam_rate": 1e-12}
+    one, other = (fitted_classes(300, u, **options) for u in (1.0, units))
+    changes = {"precisions": (0.1, 0.2), "residual": 0.25}
+    terms, others = added(one, **changes), added(other, **changes)
+    moments = np.array(one._basis.evidence.units[:6])[:, None]
+    assert np.ravel(moments) == pytest.approx((table(1.0)[0][:300] ** 2).mean(axis=0), rel=0.3)
+    values = one.engine.parameters
+    np.testing.assert_allclose(terms["w"], 0.05 * moments * values["w"], rtol=1e-5)
+    np.testing.assert_allclose(terms["w1"], 0.1 * values["w1"], rtol=1e-5)
+    np.testing.assert_allclose(others["w"], terms["w"] * units, rtol=1e-3)
+
+
+def of_classes(case):
+    """Rows with two classes."""
+    rng = np.random.default_rng(3)
+    if case == "words":  # 16 different rows
+        words = rng.integers(0, 4, (300, 2))
+        return np.eye(4)[words].reshape(-1, 8), (words[:, 0] == 0) ^ (words[:, 1] == 2)
+    if case == "bits":
+        x = rng.integers(0, 2, (150, 9))
+        return x, x.sum(axis=1) % 2 == 1  # a neighbour has another class
+    x = rng.standard_normal((1200, 10))
+    y = x[:, 0] + np.tanh(2 * x[:, 1]) > 0
+    if case == "apart":
+        x[:, :2] += 4 * y[:, None]
+        return x[:, :2], y
+    return x, y ^ (rng.random(1200) < 0.15)
+
+
+@pytest.mark.parametrize(("case", "overlap"), [("noise", True), ("apart", False), ("bits", False)])
+def test_classes_overlap_where_neighbours_differ_less_than_by_chance(case, overlap):
+    x, y = of_classes(case)
+    errors = np.where(np.stack([~y, y], axis=1), -0.2, 0.2)
+    assert classes_overlap(x, errors) == overlap
+    assert not classes_overlap(x, 0 * errors)  # no target counts
+    assert not classes_overlap(x, abs(errors) * [-1, 1])  # one class
+
+
+@pytest.mark.parametrize(("case", "count", "most"), [("words", 200, 0.01), ("noise", 240, 0.65)])
+def test_few_rows_of_classes_are_fitted_and_their_noise_is_not(case, count, most):
+    """Held-out losses where steps have all rows; with a constant decay, noise ends at 1.9."""
+    x, y = of_classes(case)
+    x, y = x.astype(np.float32), y.astype(np.int64)
+    model = models.perceptron((x.shape[1], 64, 32, 2), "Relu", 0)
+    engine = ke.Engine.from_onnx(model.data, loss="categorical", seed=0, threads=1)
+    ke.fit(engine, (x[:count], y[:count]), batch_size=count, steps=300, seed=0)
+    assert engine.evaluate((x[count:], y[count:]))["loss"] < most
 
 
 def cancelled(batches, decay=0.85, runs=2000):
