@@ -1,8 +1,8 @@
 """Multiplies the block-diagonal matrix of a collection by vectors over its parameters."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from kfac_engine._types import Array, Params, Rows, Vector, entries
 from kfac_engine.backend.protocol import Backend
@@ -38,29 +38,45 @@ def multiply(
     """
     products: dict[str, Any] = {}
 
-    def multiply_block(names: Collection[str], block: FisherBlock, vector: Vector) -> None:
-        result = product(block, vector)
-        if isinstance(result, tuple | list):
+    def multiply_part(part: _Part) -> None:
+        names, vector = part.names, vectors[part.names[0]]
+        if part.whole:
+            result: Any = product(part.block, tuple(map(vectors.__getitem__, names)))
             products.update(zip(names, result, strict=True))
         else:
-            (name,) = names
-            products[name] = result
+            products[names[0]] = product(part.block, vector)
 
-    tasks = []
+    named = tuple(vectors)
+    divided = collection.divided.get(named) or _divided(collection, named)
+    collection.backend.run_parallel([Task(p.work, partial(multiply_part, p)) for p in divided])
+    collection.divided[named] = divided  # the averages, which are read for works, exist
+    return {name: products[name] for name in vectors if name in products}
+
+
+class _Part(NamedTuple):
+    """The part of a vector over all parameters that a block multiplies."""
+
+    block: FisherBlock
+    names: Sequence[str]  # the parameters
+    whole: bool  # whether the block takes an array for each parameter
+    work: float  # see ``FisherBlock.work``
+
+
+def _divided(collection: LayerCollection, vectors: Sequence[str]) -> Sequence[_Part]:
+    """Divide vectors over some parameters among the blocks."""
+    divided = list[_Part]()
     for key, block in collection.fisher_blocks.items():
         names = uses(key)
-        of_block = {name: vectors[name] for name in names if name in vectors}
-        if not of_block:
+        present = [name for name in names if name in vectors]
+        if not present:
             continue
-        if len(of_block) < len(names) and [*of_block] != [names[0]]:
+        if len(present) < len(names) and present != [names[0]]:
             raise InputError(
                 f"{', '.join(names)} form one block; give the gradients of all of them."
             )
-        whole = isinstance(key, tuple) and len(of_block) == len(key)
-        vector = tuple(of_block.values()) if whole else of_block[names[0]]
-        tasks.append(Task(block.work, partial(multiply_block, of_block, block, vector)))
-    collection.backend.run_parallel(tasks)
-    return {name: products[name] for name in vectors if name in products}
+        whole = isinstance(key, tuple) and len(present) == len(key)
+        divided.append(_Part(block, present, whole, block.work))
+    return divided
 
 
 def check_products(products: Mapping[str, Array | Rows], backend: Backend, exp: float) -> None:

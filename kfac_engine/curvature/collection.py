@@ -5,7 +5,7 @@ Tensors are names; their values follow with each batch, as a mapping from names 
 
 from collections.abc import Iterable, Mapping, Sequence
 from math import inf
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from kfac_engine._types import Params
 from kfac_engine.arguments import check_int
@@ -45,6 +45,7 @@ class LayerCollection(FactorOwner):
         graph: The model, or the shapes.
         subgraph: The part of the model that the losses depend on; None before
             ``create_subgraph``, and without a model.
+        divided: What each block multiplies in vectors, by the names of their arrays.
         sized: Kinds of layers whose default depends on the size of a layer.
     """
 
@@ -60,6 +61,7 @@ class LayerCollection(FactorOwner):
         self.fisher_blocks: dict[Params, FisherBlock] = {}
         self.sized: frozenset[str] = frozenset()
         self._uses: dict[str, float] = {}
+        self.divided: dict[tuple[str, ...], Sequence[Any]] = {}
         self._defaults = {kind: row.default for kind, row in KINDS.items()}
         self._rows: dict[Params, tuple[object, ...]] = {}
 

@@ -500,7 +500,7 @@ class Fisher(Sealed):
 
     def _begin(self, keys: Iterable[str]) -> Callable[[], None]:
         """Begin to refresh factors; the returned function waits for the results and stores them."""
-        factors = [self._refreshed[key] for key in keys]
+        factors = [*map(self._refreshed.__getitem__, keys)]
         return begin_refresh(factors, self._collection.backend, self.division)
 
     def _chosen(

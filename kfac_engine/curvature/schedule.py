@@ -111,6 +111,8 @@ class Planner:
         if bound is None:
             return tuple([key for key in keys if counter % period == self._slots[key]])
         period = min(period, bound)
+        if len(last) == len(keys) and counter - min(last.values(), default=0) < period:
+            return ()
         return tuple([key for key in keys if counter - last.get(key, -inf) >= period])
 
     def advance(self, due: Due) -> None:

@@ -638,7 +638,7 @@ class BatchPasses:
         if len(traced.parts) > 1 or not self.shards.alone:
             self.task.require_examples("a batch in parts, or of several processes, needs")
         traced.each(add)
-        self.part_sizes = tuple(part.counts for part in traced.exchanges)
+        self.part_sizes = tuple(map(attrgetter("counts"), traced.exchanges))
         return results[0], sizes
 
 

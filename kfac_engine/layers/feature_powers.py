@@ -21,6 +21,7 @@ from kfac_engine.layers.views import PatchView, RowView, View
 # Mean squares above this number count as the number, and fourth powers as its square, so that no
 # product of them overflows.
 _LARGEST = 1e18
+_LEAST_BYTES = np.dtype(np.float32).itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,26 +41,24 @@ class LayerInput:
 
     def squares(self, values: Values, backend: Backend) -> Array:
         """Return the squares of the features, ``(rows, features)``."""
-        of_uses = [self._of_use(backend.asarray(values[name])) for name in self.names]
+        of_uses: list[Array] = []
+        for name in self.names:
+            x: Any = backend.asarray(values[name])
+            if x.dtype.itemsize < _LEAST_BYTES:
+                x = x.astype(np.float32)
+            if isinstance(self.view, StackedDenseView):
+                rows = x.reshape(-1, x.shape[-2] * x.shape[-1])
+                of_uses.append(rows * rows)
+            elif self.view.feature_axis not in (-1, x.ndim - 1):
+                pixels = x.reshape(*x.shape[:2], -1)
+                of_uses.append(inner(pixels, "ncp,ncp->nc") / pixels.shape[2])
+            elif isinstance(self.view, PatchView):
+                pixels = x.reshape(x.shape[0], -1, x.shape[-1])
+                of_uses.append(inner(pixels, "npc,npc->nc") / pixels.shape[1])
+            else:
+                rows = x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
+                of_uses.append(rows * rows)
         return _together(of_uses, axis=0)
-
-    def _of_use(self, x: Any) -> Array:
-        if x.dtype.itemsize < np.dtype(np.float32).itemsize:
-            x = x.astype(np.float32)
-        squares: Array
-        if isinstance(self.view, StackedDenseView):
-            rows = x.reshape(-1, x.shape[-2] * x.shape[-1])
-            squares = rows * rows
-        elif self.view.feature_axis not in (-1, x.ndim - 1):
-            pixels = x.reshape(*x.shape[:2], -1)
-            squares = inner(pixels, "ncp,ncp->nc") / pixels.shape[2]
-        elif isinstance(self.view, PatchView):
-            pixels = x.reshape(x.shape[0], -1, x.shape[-1])
-            squares = inner(pixels, "npc,npc->nc") / pixels.shape[1]
-        else:
-            rows = x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
-            squares = rows * rows
-        return squares
 
 
 class FeaturePowers:

@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from math import sqrt
 from numbers import Real
+from operator import attrgetter
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
@@ -403,7 +404,7 @@ class Objective:
         """
         read = {name: values[name] for name in self._read if name in values}
         terms = tuple([term.observe(read, targets=targets) for term in self.terms])
-        size = BatchSize(self.examples(values), tuple([observed.total for observed in terms]))
+        size = BatchSize(self.examples(values), tuple(map(attrgetter("total"), terms)))
         return Observation(terms, size, size)
 
     def value(self, values: Values, observation: Observation | None = None) -> float:

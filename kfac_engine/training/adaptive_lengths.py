@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import partial
 from math import inf, log, prod, sqrt
+from operator import itemgetter
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -306,17 +307,23 @@ class AdaptiveLengthUpdate(Update):
     def _finish(self, step: StepInputs, products: Callable[[], list[Products]]) -> Move:
         """Complete a step with the inner products of its gradient."""
         turn = self._turn(step, *products())
-        weighted = _weighted(step, turn.weight)
+        weight, recorded = turn.weight, is_recorded(turn.weight)
+        if recorded or step.predicts:
+            number = weight.astype(np.float32) if recorded else weight
+            step = step._replace(gradients={n: g * number for n, g in step.gradients.items()})
+        elif weight != 1:
+            for gradient in step.gradients.values():
+                gradient *= weight
         with self.engine.collection.backend.shared_reads():
-            descent = self._descend(weighted, turn)
-            measured = self._measured(weighted, descent)
-            self._write_step_sizes(weighted, measured, turn, descent.due)
+            descent = self._descend(step, turn)
+            measured = self._measured(step, descent)
+            self._write_step_sizes(step, measured, turn, descent.due)
         # By how much each weight moves along its direction.
         sizes: Vector = step.new_slots["step_size"]
         if turn.back is not False:
             last = step.slots["step_size"]
             sizes = {name: size - turn.part * last[name] for name, size in sizes.items()}
-        values = self._moved(weighted, turn, descent, sizes)
+        values = self._moved(step, turn, descent, sizes)
         predicts = step.predicts and not turn.back
         return Move(
             values,
@@ -370,7 +377,11 @@ class AdaptiveLengthUpdate(Update):
             step.new_slots.update({slot: Zeros(step.slots[slot]) for slot in IN_PLACE})
         grouped = self._average(step, descent.joint, descent.momentum)
         averages = self.units.split(step.new_slots["momentum"])
-        self._write_span(step, turn, averages)
+        if self.span is not None:
+            squares, due = [turn.squares], self.span.is_due(step.step, turn.onward)
+            if due is not False:
+                squares += self._products(step, (averages, averages))()
+            self.span.write(step.slots, step.new_slots, squares, due)
         step.new_slots["natural_gradient"] = Zeros({})
         step.new_slots["natural_gradient"].update(descent.natural)
         gradients, parameters = descent.gradients, self.units.split(step.parameters)
@@ -446,32 +457,20 @@ class AdaptiveLengthUpdate(Update):
         many = self.engine.collection.backend.many
         return many if many is not None and all(map(on_device, arrays)) else None
 
-    def _write_span(self, step: StepInputs, turn: Turn, averages: Vector) -> None:
-        """Write the span of the averages."""
-        if self.span is None:
-            return
-        squares, due = [turn.squares], self.span.is_due(step.step, turn.onward)
-        if due is not False:
-            squares += self._products(step, (averages, averages))()
-        self.span.write(step.slots, step.new_slots, squares, due)
-
     def _measured(self, step: StepInputs, descent: Descent) -> list[Products]:
         """Return ``⟨g, p⟩`` and ``|p|²`` of directions: see ``Shortened``.
 
         The squares of matrices with too large singular values are larger: see ``_least_squares``.
         """
         gradients, natural = descent.gradients, descent.natural
-        known = {
-            name: measured
-            for name, measured in self.measured.items()
-            if measured.direction is natural[name] is descent.active[name]
-            and measured.examples == step.examples
-        }
+        known = dict[str, Measured]()
+        for name, measured in self.measured.items():
+            same = measured.direction is natural[name] is descent.active[name]
+            if same and measured.examples == step.examples:
+                known[name] = measured
         pairs = (gradients, natural), (natural, descent.active)
         products = self._products(step, *pairs, known=known)
-        # A device is read with the products.
-        least = self._least_squares({n: p for n, p in natural.items() if n not in known}, step)
-        least |= {name: bound for name, (*_, bound) in known.items() if bound is not None}
+        least = self._least_squares(natural, step, known)  # a device is read with the products
         slopes, squares = products()
         if self.turns:
             self._remember(step, descent, squares, least)
@@ -497,18 +496,20 @@ class AdaptiveLengthUpdate(Update):
                     measured = Measured(direction, step.examples, square, least.get(name))
                     self.measured[name] = measured
 
-    def _least_squares(self, natural: Vector, step: StepInputs) -> dict[str, Any]:
+    def _least_squares(
+        self, natural: Vector, step: StepInputs, known: Mapping[str, Measured]
+    ) -> dict[str, Any]:
         """Return the least ``|p|²`` for the step size of each weight, which bounds its update.
 
         It is ``σ² side / (2 N)`` for a matrix with the largest singular value σ. Weights whose
         smaller side is at most 2 N, or which keep their natural gradients, have no entry. The
-        numbers are on the host.
+        numbers are on the host; those of ``known`` weights are not computed again.
         """
         least, matrices = dict[str, Any](), dict[str, Array]()
         kinds, excess = dict[str, Any](), dict[int, Any]()
         for name, direction in natural.items():
             side = self.sides[name]
-            if name not in self.equal:
+            if name not in self.equal or name in known:
                 continue
             excess[side] = side / (_OF_EXAMPLE * step.examples)
             if is_recorded(excess[side]) or excess[side] > 1:
@@ -521,7 +522,10 @@ class AdaptiveLengthUpdate(Update):
             least |= views_of(squares, names, step.slots["slope"])
         if least and on_device(next(iter(least.values()))):
             on_host = self.engine.collection.backend.download([*least.values()])
-            return dict(zip(least, on_host, strict=True))
+            least = dict(zip(least, on_host, strict=True))
+        for name, measured in known.items():
+            if measured.least is not None:
+                least[name] = measured.least
         return least
 
     def _products(
@@ -544,9 +548,11 @@ class AdaptiveLengthUpdate(Update):
         slopes, backend = step.slots["slope"], self.engine.collection.backend
         many = self._many(pairs[0][1].values())
         results: list[dict[str, Any]] = [{} for _ in pairs]
+        lefts, rights = zip(*pairs, strict=True)
         waiting: list[tuple[dict[str, Any], str, Array, Array]] = []
         for name, weight in self.units.weights.items():
-            arrays = [(left[name], right[name]) for left, right in pairs]
+            of_name = itemgetter(name)
+            arrays = [*zip(map(of_name, lefts), map(of_name, rights), strict=True)]
             if name in known:
                 numbers = [known[name].square for _ in pairs]
             elif slopes[name].ndim:  # several matrices
@@ -637,14 +643,14 @@ class AdaptiveLengthUpdate(Update):
     ) -> dict[str, Array]:
         """Return new directions of some weights; ``small`` are averages that are known already."""
         groups = set(map(self.groups.__getitem__, portion))
-        blocks = {n: g for n, g in step.gradients.items() if self.groups.get(n) in groups}
-        averages = {**small, **self._ahead(step, joint, blocks.keys() - small.keys(), decay)}
-        vectors = {name: averages[name] for name in blocks}
+        names = [name for name in step.gradients if self.groups.get(name) in groups]
+        averages = {**small, **self._ahead(step, joint, {*names} - small.keys(), decay)}
+        vectors = dict(zip(names, map(averages.__getitem__, names), strict=True))
         ahead = self.units.split(vectors)
         if self.units.divided:
             # Without biases: with their gradients, the directions of weights could point uphill.
             alone = {n: a if n in self.roots else np.zeros_like(a) for n, a in ahead.items()}
-            vectors = self.units.join(alone, blocks)
+            vectors = self.units.join(alone, {name: step.gradients[name] for name in names})
         natural = self.units.split(self.precondition(vectors))
         return self._directions(portion, natural, ahead, step.examples)
 
@@ -679,9 +685,13 @@ class AdaptiveLengthUpdate(Update):
         for names, gradient in joint.items():
             if wanted.isdisjoint(names):
                 continue
-            mean = np.empty_like(block_of(old, names)) if in_place else block_of(new, names)
-            averages.append((mean, decay, block_of(old, names), 1 - decay, gradient))
-            ahead |= by_name(mean, names, old)
+            before = block_of(old, names)
+            mean = np.empty_like(before) if in_place else block_of(new, names)
+            averages.append((mean, decay, before, 1 - decay, gradient))
+            if in_place:
+                ahead |= by_name(mean, names, old)
+            else:
+                ahead.update(zip(names, map(new.__getitem__, names), strict=True))
         combine_all(averages, self._many(joint.values()))
         return ahead
 
@@ -706,8 +716,12 @@ class AdaptiveLengthUpdate(Update):
             return directions
         if many := self._many(natural.values()):
             directions |= self._at_once(many, natural, ahead, iterations)
-        matrices = {name: weights[name].matrices(natural[name]) for name in iterations}
-        kinds = {n: self._kind(n, stack, iterations[n]) for n, stack in matrices.items()}
+        matrices, kinds = dict[str, Array](), dict[str, Any]()
+        for name, number in iterations.items():
+            stack = matrices[name] = weights[name].matrices(natural[name])
+            # Recorded: equal numbers of rows give equal numbers of iterations.
+            of_rows = (self.sides[name], self._rows(name)) if is_recorded(number) else (number,)
+            kinds[name] = (*stack.shape[1:], *of_rows)
         for names in groups(matrices, kinds):
             shape, count = matrices[names[0]].shape[1:], iterations[names[0]]
             stack = joined(matrices, names).reshape(-1, *shape)
@@ -741,12 +755,6 @@ class AdaptiveLengthUpdate(Update):
         of_one = 2 * side if side >= _SMALL_SIDE else _ROWS_OF_SMALL
         iterations = examples * self._rows(name) / of_one
         return int(min(iterations, _ITERATIONS)) if isinstance(iterations, float) else iterations
-
-    def _kind(self, name: str, matrices: Array, iterations: Any) -> tuple[Any, ...]:
-        """Return the key of a weight; one stack orthogonalizes the weights of equal keys."""
-        if is_recorded(iterations):  # equal numbers of rows give equal numbers of iterations
-            return (*matrices.shape[1:], self.sides[name], self._rows(name))
-        return (*matrices.shape[1:], iterations)
 
     def _by_adam(
         self, names: tuple[str, ...], value: Array, mean: Array, parameter: Array, step: StepInputs
@@ -877,25 +885,13 @@ def _is_in_place(step: StepInputs) -> bool:
     return step.new_slots["momentum"] is step.slots["momentum"]
 
 
-def _weighted(step: StepInputs, weight: Any) -> StepInputs:
-    """Return a step with gradients times a weight; unless it predicts, they are overwritten."""
-    recorded = is_recorded(weight)
-    if recorded or step.predicts:
-        number = weight.astype(np.float32) if recorded else weight
-        return step._replace(gradients={n: g * number for n, g in step.gradients.items()})
-    if weight != 1:
-        for gradient in step.gradients.values():
-            gradient *= weight
-    return step
-
-
 def _fill(waiting: Sequence[tuple[dict[str, Any], str, Array, Array]], addends: Array) -> None:
     """Write inner products, sums over the second axis of ``addends``, to their dictionaries."""
     for (products, name, *_), total in zip(waiting, addends.sum(axis=1), strict=True):
         products[name] = total
 
 
-def _numbers(products: Vector, names: tuple[str, ...], slopes: Vector) -> Array:
+def _numbers(products: Vector, names: tuple[str, ...], slopes: Zeros) -> Array:
     """Return the inner products of weights on one axis; those of a single weight unchanged.
 
     ``slopes`` has a number for each matrix of each weight.

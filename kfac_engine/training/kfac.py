@@ -449,6 +449,11 @@ class KfacOptimizer(Optimizer):
             signal = np.minimum(residuals.size() / _SMALL_RESIDUALS, 1.0)
         if rule is self._given:
             scale = scale * signal
+        longer = scale * self._longer(facts.examples, facts.scarcity, signal)
+        if rule.rate is None:
+            rate = longer * evaluated(self._learning_rate, steps)
+        else:  # a schedule suppresses noise, which exact steps do not have
+            rate = self._restraint * rule.rate if longer else 0.0
         return StepInputs(
             gradients=gradients,
             parameters=parameters,
@@ -456,7 +461,7 @@ class KfacOptimizer(Optimizer):
             new_slots=slots[1],
             step=steps,
             loss=facts.loss,
-            rate=self._rate(scale * self._longer(facts.examples, facts.scarcity, signal), steps),
+            rate=rate,
             scale=scale,
             momentum=momentum,
             damping=self._damping,
@@ -509,13 +514,6 @@ class KfacOptimizer(Optimizer):
         if self._shrinkage.blocks and residuals is not None and self._rule is self._given:
             evidence = self._evidence_with(batch, residuals, seen, tells=not repeated.refused)
         return Basis(batch, loss, seen, repeated, evidence=evidence)
-
-    def _rate(self, scale: Any, steps: int) -> Any:
-        """Return the learning rate after a number of steps, times a scale."""
-        if self._rule.rate is None:
-            return scale * evaluated(self._learning_rate, steps)
-        # A schedule suppresses noise, which exact steps do not have.
-        return self._restraint * self._rule.rate if scale else 0.0
 
     def recorded(self, repeats: Callable[[FisherBlock], float]) -> StackedUpdate:
         """Return the update of a training file; ``repeats`` counts an example's rows."""

@@ -347,7 +347,7 @@ class Optimizer(Summarized, Sealed, ABC):
         """Return the parameters that are trained, by name."""
         passes = self.engine.passes
         values = passes.arrays.stored(passes.model.parameters)  # callers must not change them
-        return {name: values[name] for name in self._names}
+        return dict(zip(self._names, map(values.__getitem__, self._names), strict=True))
 
     def _differentiated(
         self,
@@ -369,7 +369,7 @@ class Optimizer(Summarized, Sealed, ABC):
             in_file = passes.model.to_file_layout(result.shard.gradients)
         self._losses = result.losses
         names = () if losses_alone else self._names
-        gradients = {name: in_file[name] for name in names}
+        gradients = dict(zip(names, map(in_file.__getitem__, names), strict=True))
         return Differentiated(result.loss, gradients, result.residuals, result.bound)
 
     def _new_bytes(self) -> int:

@@ -76,7 +76,7 @@ class Units:
     def join(self, units: Vector, like: Vector) -> dict[str, Array]:
         """Return arrays by parameter; entries that belong to no unit are as in ``like``."""
         if not self.divided:
-            return {name: units[name] for name in like}
+            return dict(zip(like, map(units.__getitem__, like), strict=True))
         return {
             name: parameter_slices.join(self._parts[name], units, array, rest=1.0)
             for name, array in like.items()

@@ -141,11 +141,10 @@ def by_name(entries: Array, names: Sequence[str], like: Vector) -> dict[str, Arr
     return views_of(entries, names, like) if names[1:] else {names[0]: entries}
 
 
-def block_of(state: Vector, names: tuple[str, ...]) -> Array:
+def block_of(state: Zeros, names: tuple[str, ...]) -> Array:
     """Return the entries of state arrays as a view with one axis; the array itself for one name."""
     if len(names) == 1:
         return state[names[0]]
-    assert isinstance(state, Zeros)
     view = state.views.get(names)
     return state.block(names) if view is None else view
 

@@ -37,6 +37,9 @@ def layout(x: Array) -> MatrixLayout | None:
     """
     if not x.flags.aligned:
         return None
+    if x.flags.forc:  # without gaps
+        by_row = x.flags.c_contiguous
+        return MatrixLayout(by_row, x.shape[int(by_row)] or 1)
     size, shape, strides = x.itemsize, x.shape, x.strides
     for inner, outer in ((1, 0), (0, 1)):
         # The stride of an axis of length one is not used.

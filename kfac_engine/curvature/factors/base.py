@@ -780,7 +780,7 @@ def begin_refresh(
             factor.set_pending(None)
         computed = results()
         for task in tasks:
-            task.store([computed[request] for request in task.requests])
+            task.store([*map(computed.__getitem__, task.requests)])
 
     for factor in due:
         factor.set_pending(finish)

@@ -65,10 +65,11 @@ class Update:
             if self.unread is not None and isinstance(measurement, ToMeasure):
                 self.unread.read(measurement.names)
 
-        for factor in self.straight:
+        tasks = list[Task]()
+        for factor, whole in self.straight.items():
             factor.wait()  # a pending refresh may belong to several factors
+            tasks.append(Task(whole.sizes.work, partial(commit, factor, whole)))
         if self.backend is not None:
-            tasks = [Task(m.sizes.work, partial(commit, f, m)) for f, m in self.straight.items()]
             self.backend.run_parallel(tasks)
         for factor, measurement in self.measured.items():
             commit(factor, measurement)
