@@ -335,7 +335,10 @@ class BatchPasses:
             except NonFiniteError as error:
                 self._raise_with_origin(error, trace)
             if update_buffers and self.model.new_buffers:
-                buffers.append((self.objective.examples(trace), self._updated_buffers(trace)))
+                after = self.model.buffers_after(trace)
+                with trace.explain():
+                    check_finite(after, self.model.memory_space, "the running statistic")
+                buffers.append((self.objective.examples(trace), after))
             notes.update(dict.fromkeys(disagreements(self.model.graph, trace)))
             gradients, each = self.arrays.for_backend(backward.gradients), tuple(finite.numbers)
             return BackwardResult(loss, gradients, backward.outputs, each=each, norm=finite.norm)
@@ -374,7 +377,8 @@ class BatchPasses:
         )
         norm = backward.norm
         if norm is None and not self.shards.alone:
-            norm = self._norm(backward.gradients)
+            arrays = [*backward.gradients.values()]
+            norm = sqrt(fsum(self._assembly.collection.backend.squared_norms(arrays)))
         numbers = backward.loss, nan if norm is None else norm, *backward.each
         (loss, bound, *each), residuals = self.shards.totals(numbers, residuals)
         gradients: Mapping[str, Array | Rows] = backward.gradients
@@ -393,10 +397,6 @@ class BatchPasses:
             backward.notes,
             backward,
         )
-
-    def _norm(self, gradients: Mapping[str, Array]) -> float:
-        backend = self._assembly.collection.backend
-        return sqrt(fsum(backend.squared_norms([*gradients.values()])))
 
     def _summed(
         self, gradients: dict[str, Array], features: FeaturePowers | None, division: Division | None
@@ -573,13 +573,6 @@ class BatchPasses:
                 raise
 
     # -- private ----------------------------------------------------------------------------------
-
-    def _updated_buffers(self, trace: Trace) -> dict[str, Array]:
-        """Return the running statistics after a batch."""
-        buffers = self.model.buffers_after(trace)
-        with trace.explain():
-            check_finite(buffers, self.model.memory_space, "the running statistic")
-        return buffers
 
     def _raise_with_origin(self, error: NonFiniteError, trace: Trace) -> NoReturn:
         """Raise an error as in ``explained``, and name the first node that is not finite."""

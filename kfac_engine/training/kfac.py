@@ -388,9 +388,8 @@ class KfacOptimizer(Optimizer):
             if self._rule.measures:
                 self._update_curvature(step, basis, undo, bound)
         move = complete()
-        if self._exact:
-            move = self._judged(move, basis.repeated)
-            basis = self._basis_after(basis, move)
+        if self._rule is not self._given:
+            move, basis = self._judged(move, basis)
         self._next_basis = basis
         penalty = self._penalty() if self._l2 else 0.0
         report = StepReport(
@@ -719,18 +718,13 @@ class KfacOptimizer(Optimizer):
         in_file = passes.model.to_file_layout(fitted.shard.gradients)
         return basis, {name: in_file[name] for name in self._names if name in in_file}
 
-    def _judged(self, move: Move, repeated: RepeatedBatch) -> Move:
-        """Return the move of a step; after a failed trial, to the start of the exact steps."""
-        if self._rule is self._given or not repeated.refused:
-            return move
-        return move._replace(values=self._lengths.kept(self._slots, self._parameters()))
-
-    def _basis_after(self, basis: Basis, move: Move) -> Basis:
-        """Return the basis of the step that follows a step which may be exact."""
+    def _judged(self, move: Move, basis: Basis) -> tuple[Move, Basis]:
+        """Return the move of an exact step, and the basis of the step that follows it."""
         repeated = basis.repeated
-        if self._rule is not self._given:
-            repeated = repeated.solved(move.iterations, move.missed, basis.loss)
-        return basis._replace(following=move.following, repeated=repeated)
+        if repeated.refused:  # a failed trial: back to the start of the exact steps
+            move = move._replace(values=self._lengths.kept(self._slots, self._parameters()))
+        repeated = repeated.solved(move.iterations, move.missed, basis.loss)
+        return move, basis._replace(following=move.following, repeated=repeated)
 
     def _penalty(self) -> float:
         """Return ``½ l2 ‖θ‖²`` for the present parameters."""

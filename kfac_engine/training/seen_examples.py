@@ -192,7 +192,7 @@ def _hashes(array: Array, axis: int, seed: int) -> Array:
     rows = rows.reshape(len(rows), prod(rows.shape[1:]))
     rows = xp.ascontiguousarray(rows)
     if rows.dtype.kind in "OUT":  # equal texts may have other widths in another batch
-        rows = np.vectorize(_hash_of_text, otypes=[np.uint32])(rows)
+        rows = np.vectorize(lambda text: crc32(str(text).encode()), otypes=[np.uint32])(rows)
     size = gcd(8, rows.shape[1] * rows.dtype.itemsize)  # of the widest words that fill a row
     bits = rows.view(np.uint8).view(f"u{size}")
     sums: list[Array] = []
@@ -202,10 +202,6 @@ def _hashes(array: Array, axis: int, seed: int) -> Array:
             words = words ^ (words >> _HALF)
         sums.append(words @ xp.asarray(_odd(seed + start, words.shape[1])))
     return sum(sums[1:], sums[0]) if sums else xp.zeros(len(bits), np.uint64)
-
-
-def _hash_of_text(text: object) -> int:
-    return crc32(str(text).encode())
 
 
 @lru_cache
