@@ -13,6 +13,7 @@ from contextlib import suppress
 from contextvars import ContextVar, copy_context
 from functools import cache, partial
 from itertools import pairwise
+from operator import attrgetter
 from queue import SimpleQueue
 from threading import Lock, Thread
 from typing import Any, NamedTuple, TypeAlias
@@ -256,7 +257,7 @@ def run_parallel(tasks: Sequence[Task], workers: Workers) -> None:
 
     An exception of a task is raised here; then other tasks may not have run.
     """
-    remaining = sum(task.work for task in tasks)
+    remaining = sum(map(attrgetter("work"), tasks))
     if remaining < WORTH_WAKING:
         _all(tasks)
         return

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property, partial
+from operator import attrgetter
 from statistics import fmean
 from typing import Any
 
@@ -369,7 +370,7 @@ class Fisher(Sealed):
         """
         bits = self.sources.rng.bit_generator
         before: Mapping[str, Any] = bits.state
-        types = [factor.narrowest for factor in self.factors]
+        types = [*map(attrgetter("narrowest"), self.factors)]
 
         def restore() -> None:
             bits.state = before

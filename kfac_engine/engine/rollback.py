@@ -112,7 +112,6 @@ def _may_overflow(
         norm = sqrt(fsum(squares))
     dtypes = {types.get(name, array.dtype) for name, array in gradients.items()}
     # NumPy does not know bfloat16, whose largest number is about that of float32.
-    known = [dtype if dtype.kind == "f" else np.float32 for dtype in dtypes]
-    largest = min([float(np.finfo(dtype).max) for dtype in known], default=1.0)
-    damping = fisher.least_damping
+    limits = [np.finfo(dtype if dtype.kind == "f" else np.float32).max for dtype in dtypes]
+    largest, damping = float(min(limits, default=1.0)), fisher.least_damping
     return not (damping and norm * max(1.0, damping**exp) < _MARGIN * largest)

@@ -231,7 +231,7 @@ class OnnxModel:
             ShapeError: An input does not fit its declared shape, or inputs do not fit each other.
         """
         checked = check_inputs(self.graph, inputs)
-        feeds = {name: self.memory_space.as_feed(array) for name, array in checked.items()}
+        feeds = dict(zip(checked, map(self.memory_space.as_feed, checked.values()), strict=True))
         feeds |= self.parameters
         feeds |= self.buffers
         if parameters is not None:

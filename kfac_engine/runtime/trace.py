@@ -298,7 +298,7 @@ class Trace(Mapping[str, Array]):
         fed, values = self._model.fed(backward), self._values
         if not values.keys() >= {*fed}:
             self._fetch([name for name in fed if name not in values])
-        return {name: values[name] for name in fed}
+        return dict(zip(fed, map(values.__getitem__, fed), strict=True))
 
     def _cotangents(self, backward: Backward, cotangents: Mapping[str, Array]) -> dict[str, Array]:
         return {

@@ -172,11 +172,13 @@ class Session(Uncopied):
                     f"{values[name].shape}, but its array {array.shape}."
                 )
             array[...] = values[name]
+        returned = dict[str, Array]()
         for name in others:
-            if values[name] is None:
+            value = returned[name] = values[name]
+            if value is None:
                 raise BackendError(f"ONNX Runtime returned no value for '{name}' in {self._what}.")
-            values[name].flags.writeable = False
-        return {name: values[name] for name in others}
+            value.flags.writeable = False
+        return returned
 
     def _done(self, call: Callable[[ort.RunOptions | None], _T]) -> _T:
         """Return the result of a run; convert exceptions of ONNX Runtime."""

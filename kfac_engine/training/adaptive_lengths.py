@@ -706,7 +706,8 @@ class AdaptiveLengthUpdate(Update):
             ahead: The averages, one step ahead.
             examples: Number of examples of the batch.
         """
-        weights, directions = self.units.weights, {name: natural[name] for name in names}
+        weights = self.units.weights
+        directions = dict(zip(names, map(natural.__getitem__, names), strict=True))
         iterations: dict[str, Any] = {}
         for name in names:
             count = self._iterations(name, examples) if name in self.equal else 0

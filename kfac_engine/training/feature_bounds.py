@@ -100,11 +100,12 @@ class FeatureBounds:
             weight, direction = self.weights[name], directions[name]
             matrices = weight.matrices(direction, copy=False)
             count, _, outputs = matrices.shape
-            arrays = [_at(place, each).reshape(count, -1) for each in (rare, limits, means)]
+            arrays = []
+            for each in (rare, limits, means):
+                array = _at(place, each).reshape(count, -1)
+                arrays.append(backend.asarray(array) if known else array)
             # The rows of a convolution are taps of each channel.
             taps: Any = matrices.reshape(count, -1, arrays[0].shape[1], outputs)
-            if known:
-                arrays = [backend.asarray(each) for each in arrays]
             shares = _shares(inner(taps, "gtfo,gtfo->gf"), *arrays)
             shorter = taps * shares.astype(taps.dtype, copy=False)[:, None, :, None]
             bounded[name] = weight.array(shorter.reshape(matrices.shape), direction)

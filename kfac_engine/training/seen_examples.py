@@ -7,7 +7,7 @@ often they come again tells how often examples come again.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from math import gcd, prod
 from typing import Any
 from zlib import crc32
@@ -43,29 +43,19 @@ class SeenExamples:
     least: Array = field(default_factory=lambda: np.ones(_KEPT))
     # How often each example of ``least`` has been seen, ``(1024,)``; 0 where there are fewer.
     times: Array = field(default_factory=lambda: np.zeros(_KEPT))
+    scarcity: float = field(init=False)  # ``scarcity`` of the examples of all steps
+    share: float = field(init=False)  # part of the examples of all steps that came again
+    # Estimated number of different examples of all steps; 1 without fingerprints.
+    different: float = field(init=False)
 
-    @cached_property
-    def _sample(self) -> tuple[float, int]:
-        """How often the examples of ``least`` have been seen together, and their number."""
-        return float(self.times.sum()), int(np.count_nonzero(self.times))
-
-    @property
-    def scarcity(self) -> float:
-        """``scarcity`` of the examples of all steps."""
-        seen, different = self._sample
-        return float(scarcity(self.count, seen, different)) if different else 0.0
-
-    @property
-    def share(self) -> float:
-        """Part of the examples of all steps that came again."""
-        seen, different = self._sample
-        return 1 - different / max(seen, 1.0)
-
-    @property
-    def different(self) -> float:
-        """Estimated number of different examples of all steps; 1 without fingerprints."""
-        seen, different = self._sample
-        return max(self.count * different / max(seen, 1.0), 1.0)
+    def __post_init__(self) -> None:
+        """Count how often the examples of ``least`` have been seen together."""
+        seen, different = float(self.times.sum()), int(np.count_nonzero(self.times))
+        vars(self).update(
+            scarcity=float(scarcity(self.count, seen, different)) if different else 0.0,
+            share=1 - different / max(seen, 1.0),
+            different=max(self.count * different / max(seen, 1.0), 1.0),
+        )
 
     @property
     def many(self) -> bool:

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
+from operator import attrgetter
 from typing import TypeVar
 
 import numpy as np
@@ -139,7 +140,7 @@ class NumpyBackend:
 
     def _reduced(self, reduced: Callable[[Array], Number], arrays: Sequence[Array]) -> list[Number]:
         """Reduce each array to a number; threads share many large arrays."""
-        if TO_READ * sum(array.size for array in arrays) < WORTH_WAKING:
+        if TO_READ * sum(map(attrgetter("size"), arrays)) < WORTH_WAKING:
             return list(map(reduced, arrays))
         numbers: dict[int, Number] = {}
 

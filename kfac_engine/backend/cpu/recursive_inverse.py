@@ -62,7 +62,10 @@ def invert(work: Array, workers: Workers) -> None:
 def _factor(A: Array, workers: Workers) -> None:
     """Replace ``A = L Lᵀ`` with ``L⁻¹``, in the lower triangle."""
     if len(A) <= _LEAF:
-        _leaf(A)
+        order = blas.potrf(A)
+        if order:
+            raise np.linalg.LinAlgError(f"the leading minor of order {order} is not positive.")
+        blas.trtri(A)
         return
     count = _thread_count(A, workers)
     P, B, S = _blocks(A)
@@ -98,13 +101,6 @@ def _square(K: Array, workers: Workers) -> None:
     ]
     workers.run([partial(_square, P, workers), *products])
     workers.run([partial(_square, S, workers), *_symmetric(copy.T, P, pieces, alpha=1.0)])
-
-
-def _leaf(A: Array) -> None:
-    order = blas.potrf(A)
-    if order:
-        raise np.linalg.LinAlgError(f"the leading minor of order {order} is not positive.")
-    blas.trtri(A)
 
 
 def _from_left_copied(S: Array, B: Array, copy: Array) -> None:

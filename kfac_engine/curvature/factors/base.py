@@ -413,7 +413,12 @@ class FisherFactor(ABC):
             counts: Whether the average receives the measurement.
         """
         self.wait()
-        room, average = self._room(measurement), self.average
+        average, room = self.average, self.average.value
+        if room is None:  # identity or zeros before the first batch
+            room = self.backend.xp.zeros(measurement.shape, measurement.dtype)
+            if self.config.initial_covariance == "identity" and not self.config.debias:
+                room[...] = self._identity(room)
+        average.value = room = self.widened(room)
         rows = measurement.count.rows / measurement.count.examples
         if counts:
             beta, alpha = average.coefficients(
@@ -475,16 +480,6 @@ class FisherFactor(ABC):
                 f"overflow, so the batch was not added to {self.name}."
             )
         self.narrowest = _WIDE
-
-    def _room(self, measurement: Measurement | ToMeasure) -> Array:
-        """Return the array of the average, created as identity or zeros before the first batch."""
-        value = self.average.value
-        if value is None:
-            value = self.backend.xp.zeros(measurement.shape, measurement.dtype)
-            if self.config.initial_covariance == "identity" and not self.config.debias:
-                value[...] = self._identity(value)
-        self.average.value = self.widened(value)
-        return self.average.value
 
     @property
     def operations(self) -> tuple[str, ...]:
