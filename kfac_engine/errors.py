@@ -127,7 +127,7 @@ class DivergenceWarning(UserWarning):
 
 
 class ExportWarning(UserWarning):
-    """An exporter changed a module's parameters, so the file has other parameters to train."""
+    """An exporter changed a module: the file has other parameters, or does not read an input."""
 
 
 class InferenceFormWarning(UserWarning):

@@ -134,7 +134,8 @@ class Engine(Summarized, TrainableModel):
             RankError: Processes have different models, options or parameters.
 
         Warns:
-            ExportWarning: The exporter of the file changed parameters; see ``export_changes``.
+            ExportWarning: The exporter of the file changed parameters, or left an input without a
+                reader; see ``export_changes``.
         """
         with Agreement(options.communicator or Alone()).operation("from_onnx", ends=True):
             assembly, estimator = build(model, options, trains=True)

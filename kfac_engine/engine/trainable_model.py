@@ -311,7 +311,7 @@ class TrainableModel(Sealed):
 
     @property
     def export_changes(self) -> ExportChanges:
-        """Parameters that an exporter of PyTorch merged, folded or renamed; with ``notes``."""
+        """Parameters that an exporter of PyTorch changed, and inputs without readers; ``notes``."""
         return self._export_changes
 
     # -- private -----------------------------------------------------------------------------------

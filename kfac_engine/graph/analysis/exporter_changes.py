@@ -18,11 +18,12 @@ import numpy as np
 from kfac_engine._types import Array
 from kfac_engine.arguments import check_arrays
 from kfac_engine.errors import InputError
+from kfac_engine.graph.passes.order import reads
 from kfac_engine.graph.structure import Graph, Node
 from kfac_engine.printable import quoted
 
 if TYPE_CHECKING:
-    from onnx import GraphProto, ModelProto, NodeProto
+    from onnx import GraphProto, ModelProto, NodeProto, ValueInfoProto
 
 REMEDY = "torch.onnx.export(module.eval(), inputs, path, dynamo=True, optimize=False)"
 # What to do about parameters that equal no array of the model, by the producer of the file.
@@ -64,6 +65,7 @@ class ExportChanges:
     folded: tuple[str, ...] = ()  # weights into which a normalization was multiplied
     generated: tuple[str, ...] = ()  # other parameters with a name that the exporter generated
     producer: str = ""  # the producer that the file names
+    unread: tuple[str, ...] = ()  # inputs without a reader, beside a read input of equal form
 
     @property
     def remedy(self) -> str:
@@ -81,11 +83,19 @@ class ExportChanges:
             (self.generated, "computed and renamed", "names and layouts differ from those of the "
              "module; match_parameters converts them"),
         )  # fmt: skip
-        return tuple(
+        changes = tuple(
             f"the exporter {change} {quoted(names, _MOST_NAMES)}: {effect}. Export the parameters "
             f"of the module with {REMEDY}"
             for names, change, effect in rows
             if names
+        )
+        if not self.unread:
+            return changes
+        return (
+            *changes,
+            f"the model does not read {quoted(self.unread, _MOST_NAMES)}: the values have no "
+            f"effect. If the module reads them, one tensor was the example of several inputs, and "
+            f"the exporter made them one. Export with a tensor of its own for each input",
         )
 
 
@@ -94,7 +104,8 @@ def export_changes(
 ) -> ExportChanges:
     """Return the parameters that the PyTorch exporter merged, folded or generated.
 
-    Such parameters are not parameters of the module. Files of other producers have no changes. The
+    Such parameters are not parameters of the module. The result also has the inputs that the
+    exporter left without a reader. Files of other producers have no changes. The
     initializers of ``model`` need no data.
     """
     if model.producer_name != "pytorch":
@@ -104,7 +115,25 @@ def export_changes(
     merged = sorted({*_identities(graph, constants, names), *_siblings(graph, constants, names)})
     folded = tuple(dict.fromkeys(_folded(graph, names)))
     generated = tuple(n for n in names if is_generated(n) and n not in folded)
-    return ExportChanges(tuple(merged), folded, generated, model.producer_name)
+    unread = tuple(_unread(graph))
+    return ExportChanges(tuple(merged), folded, generated, model.producer_name, unread)
+
+
+def _unread(graph: "GraphProto") -> Iterator[str]:
+    """Yield inputs that nothing reads, if another input of their type and axes is read.
+
+    The newer exporter gives all readers of one example tensor the same input.
+    """
+    read = {entry.name for entry in graph.output}.union(*map(reads, graph.node))
+    forms = {entry.name: _form(entry) for entry in graph.input}
+    read_forms = {form for name, form in forms.items() if name in read}
+    yield from (name for name, form in forms.items() if name not in read and form in read_forms)
+
+
+def _form(entry: "ValueInfoProto") -> tuple[int, ...]:
+    """Return the element type and the sizes of the axes of an input; 0 for an axis that is free."""
+    tensor = entry.type.tensor_type
+    return (tensor.elem_type, *(axis.dim_value for axis in tensor.shape.dim))
 
 
 def _identities(

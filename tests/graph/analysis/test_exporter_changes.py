@@ -11,6 +11,7 @@ import pytest
 
 import kfac_engine as ke
 from kfac_engine.__main__ import main
+from kfac_engine.graph.analysis.exporter_changes import export_changes
 
 EXPORTS = Path(__file__).resolve().parents[2] / "exports"
 KINDS = {"merged": "merged weights", "folded": "folded a norm", "generated": "computed and renamed"}
@@ -46,6 +47,33 @@ def test_from_onnx_warns_of_each_change_that_the_exporter_made(path):
     for warning in issued:
         assert "dynamo=True, optimize=False" in str(warning.message)
         assert warning.filename == __file__
+
+
+# The computation of y from three inputs of equal form, and the inputs that nothing reads.
+TRIPLES = {
+    "d = Sub (a, c)  y = MatMul (d, w)": ["b"],
+    "d = Sub (a, a)  y = MatMul (d, w)": ["b", "c"],
+    "d = Sub (a, b)  e = Sub (d, c)  y = MatMul (e, w)": [],
+    # a body of a branch reads c
+    "z = Identity (q)  d = If (z) <then_branch = g () => (float[N,3] p) { p = Add (a, c) },"
+    " else_branch = h () => (float[N,3] r) { r = Sub (a, b) }>  y = MatMul (d, w)": [],
+}
+
+
+@pytest.mark.parametrize("body", TRIPLES)
+@pytest.mark.parametrize(("producer", "axes"), [("pytorch", 3), ("pytorch", 4), ("other", 3)])
+def test_note_names_inputs_that_the_exporter_left_without_a_reader(body, producer, axes):
+    """An input of another shape cannot have been the same tensor."""
+    model = onnx.parser.parse_model(
+        f'<ir_version: 10, opset_import: ["": 18]> m (bool q, float[N,3] a, float[N,{axes}] b,'
+        f" float[N,3] c) => (float[N,2] y) {{ {body} }}"
+    )
+    model.producer_name = producer
+    weight = np.ones((3, 2), np.float32)
+    changes = export_changes(model, {"w": weight}, ["w"])
+    alike = [name for name in TRIPLES[body] if name != "b" or axes == 3]
+    assert list(changes.unread) == (alike if producer == "pytorch" else [])
+    assert any("does not read" in note for note in changes.notes) == bool(changes.unread)
 
 
 def test_every_file_with_changes_is_stored():
