@@ -21,6 +21,7 @@ from kfac_engine.backend.namespace import array_module, is_recorded, on_device
 from kfac_engine.backend.protocol import ManyArrays
 from kfac_engine.curvature.blocks.base import FisherBlock, uses
 from kfac_engine.engine.engine import Engine
+from kfac_engine.losses.normal import NormalMeanNegativeLogProbLoss
 from kfac_engine.training.average_span import AverageSpan
 from kfac_engine.training.feature_bounds import (
     POWERS,
@@ -38,6 +39,7 @@ from kfac_engine.training.kfac_updates import (
     quadratic_change,
 )
 from kfac_engine.training.optimizer import Rate, SlotArrays, evaluated
+from kfac_engine.training.predictions import Prediction, predictions_of
 from kfac_engine.training.rules import (
     POLYNOMIAL,
     AdaptiveMoments,
@@ -63,9 +65,7 @@ from kfac_engine.training.vectors import (
 from kfac_engine.training.weight_roles import (
     BY_ADAM,
     adapters,
-    biases_of,
     joined_by_blocks,
-    predictions_of,
     rates_of_logits,
     wide_heads,
     widths_of,
@@ -203,10 +203,11 @@ class AdaptiveLengthUpdate(Update):
     gradient counts as zero in the averages. An unusually long gradient has less weight: see
     ``GradientWeight``.
 
-    If the outputs of a layer are predictions in the unit of their targets, the length of its matrix
-    is multiplied by ``u / max(1, v)`` and the rate of its bias by u, with the root mean square v of
-    the layer's inputs, the spread t of the targets (``Residuals``), and ``u = max(t, min(10 t,
-    1))``. A first step may correct these layers in place of an update (``Correction``).
+    If predictions in the unit of their targets are a sum over layers with factors c
+    (``Prediction``), the length of a layer's matrix is multiplied by ``u / max(1, v)`` and the rate
+    of its bias by u, with the root mean square v of the layer's inputs, the spread t of the targets
+    (``Residuals``) divided by c, and ``u = max(t, min(10 t, 1))``; u is at most 1 if the sum has
+    other values. A first step may correct these layers in place of an update (``Correction``).
 
     A matrix is the matrix of a layer, whatever its layout in the file: see ``Piece.matrices``. Each
     group of a convolution, each expert of a stack and each part of the outputs that the graph reads
@@ -240,12 +241,12 @@ class AdaptiveLengthUpdate(Update):
     weight_decay: float
     # Rows of each example in the factors of a weight, until they are measured.
     repeats: Mapping[str, float] = field(default_factory=dict)
-    # The input of the loss that a layer computes, by its weight or bias.
-    predictions: Mapping[str, str] = field(default_factory=dict)
+    # The predictions that a layer computes, by its weight or bias.
+    predictions: Mapping[str, Prediction] = field(default_factory=dict)
+    # Biases of predicted means, which do not decay: the mean of the targets may be far from zero.
+    intercepts: Collection[str] = ()
     # Factors of Adam's rate for weights that compute logits, by unit.
     factors: Mapping[str, float] = field(default_factory=dict)
-    # Biases in ``predictions`` that have an entry for each feature of the loss.
-    shifted: Collection[str] = ()
     # Returns the mean square of the inputs of a block.
     moment: Callable[[FisherBlock], Any] = input_moment
     # Bounds of the directions along single features.
@@ -340,13 +341,13 @@ class AdaptiveLengthUpdate(Update):
         recorded = is_recorded(part)
         back: Any = part > 0 if recorded else bool(part)
         far, corrections = back, dict[str, Correction]()
-        for name, loss in self.predictions.items() if step.corrections else ():
-            correction = step.corrections.get(loss)
+        for name, prediction in self.predictions.items() if step.corrections else ():
+            correction = step.corrections.get(prediction.loss)
             if correction is None:
                 continue
-            if name in self.units.weights:
+            if name in self.units.weights and prediction.is_whole(self.units.weights):
                 due = correction.replaces
-            elif name in self.shifted and np.shape(correction.shift) == step.parameters[name].shape:
+            elif prediction.bias and np.shape(correction.shift) == step.parameters[name].shape:
                 due = correction.due
             else:  # the bias of a convolution, or of a view with other features
                 continue
@@ -403,7 +404,8 @@ class AdaptiveLengthUpdate(Update):
         if turn.back or step.corrections:
             return False
         adam = step.scale * evaluated(self.adam_rate, step.step)
-        unit = max([1.0, *step.spreads.values()]) / _SMALL
+        least = min([1.0, *(prediction.scale for prediction in self.predictions.values())])
+        unit = max([1.0, *step.spreads.values()]) / (_SMALL * least)
         if max(adam, step.rate) * step.decay * self.weight_decay > 1 or adam * unit > 1e6:
             return False
         squares, old = 0.0, step.slots["momentum"]
@@ -423,14 +425,10 @@ class AdaptiveLengthUpdate(Update):
     ) -> dict[str, Array]:
         """Return new parameters with the corrected biases of predictions."""
         for name, correction in corrections.items():
-            if name not in self.units.weights:
-                value, xp = values[name], array_module(values[name])
-                shift = xp.asarray(correction.shift, value.dtype).reshape(value.shape)
-                replaced = correction.replaces
-                if is_recorded(replaced):
-                    values[name] = np.where(replaced, shift, value + shift)
-                else:
-                    values[name] = shift if replaced else value + shift
+            prediction = self.predictions[name]
+            if prediction.bias:
+                replaced = prediction.is_whole(self.units.weights) and correction.replaces
+                values[name] = prediction.bias.corrected(values[name], correction, replaced)
         return values
 
     def _average(
@@ -765,7 +763,8 @@ class AdaptiveLengthUpdate(Update):
         rate = rate * self.factors.get(names[0], 1.0)  # that of all names
         old = block_of(step.slots["second_moment"], names)
         new = block_of(step.new_slots["second_moment"], names)
-        shrunk = 1 - rate * step.decay * self.weight_decay
+        decay = 0.0 if names[0] in self.intercepts else step.decay
+        shrunk = 1 - rate * decay * self.weight_decay
         units = [self._unit(name, step) for name in names] if step.spreads else []
         operands = [value, mean, old, new, parameter]
         if len(names) == 1:
@@ -781,8 +780,12 @@ class AdaptiveLengthUpdate(Update):
 
     def _unit(self, name: str, step: StepInputs) -> Any:
         """Return the unit of the outputs of the layer that has a weight or bias."""
-        spread = step.spreads.get(self.predictions.get(name, ""))
-        return 1.0 if spread is None else np.maximum(spread, np.minimum(spread / _SMALL, 1.0))
+        prediction = self.predictions.get(name)
+        if prediction is None or prediction.loss not in step.spreads:
+            return 1.0
+        spread = step.spreads[prediction.loss] / prediction.scale
+        unit = np.maximum(spread, np.minimum(spread / _SMALL, 1.0))
+        return unit if prediction.weights is not None else np.minimum(unit, 1.0)
 
     def _write_step_sizes(
         self, step: StepInputs, products: Sequence[Products], turn: Turn, due: Mapping[str, Any]
@@ -847,7 +850,8 @@ class AdaptiveLengthUpdate(Update):
         rates, counts = list[Any](), list[int]()
         for name in names:
             rate = step.rate * self.roots[name]
-            if self.predictions.get(name) in step.spreads:
+            prediction = self.predictions.get(name)
+            if prediction is not None and prediction.loss in step.spreads:
                 moment = np.maximum(self.moment(self.blocks[name]), 1.0)
                 rate = rate * self._unit(name, step) / np.sqrt(moment)
             rates.append(rate)
@@ -930,7 +934,8 @@ def adaptive_lengths(
         adam_rate: As in ``AdaptiveLengthUpdate``.
         weight_decay: As in ``AdaptiveLengthUpdate``.
     """
-    heads = wide_heads(engine)
+    predictions = predictions_of(engine)
+    heads = wide_heads(engine, predictions)
     units = Units(
         engine,
         tuple(parameters),
@@ -948,7 +953,10 @@ def adaptive_lengths(
     blocks = {name: of_layers[weight.weight] for name, weight in units.weights.items()}
     widths = widths_of(engine, blocks)
     by_adam = {name: value for name, value in values.items() if name not in units.weights}
-    predictions, of_logits = predictions_of(engine), rates_of_logits(engine, heads)
+    of_logits = rates_of_logits(engine, heads)
+    terms = engine.objective.terms
+    means = {t.mean for t in terms if isinstance(t, NormalMeanNegativeLogProbLoss)}
+    intercepts = {name for name, p in predictions.items() if p.bias and p.loss in means}
     numbers = joined_by_blocks(engine, units)
     span = AverageSpan(AVERAGE) if momentum is None and roots else None
     momentum = AVERAGE if momentum is None else momentum
@@ -958,7 +966,7 @@ def adaptive_lengths(
         work[half] += prod(shape) * widths[name]
     together = Together(
         [*groups(parameters, {name: name in numbers for name in parameters})],
-        [*groups(by_adam, {name: of_logits.get(name, 1.0) for name in by_adam})],
+        [*groups(by_adam, {n: (of_logits.get(n, 1.0), n in intercepts) for n in by_adam})],
         [*groups({n: np.empty(0) for n in roots}, dict.fromkeys(roots, "length"))],
     )
     return AdaptiveLengthUpdate(
@@ -980,8 +988,8 @@ def adaptive_lengths(
         adam_rate,
         weight_decay,
         predictions=predictions,
+        intercepts=intercepts,
         factors=of_logits,
-        shifted=biases_of(engine, predictions),
         features=feature_bounds(engine, units.weights, blocks, values),
         span=span,
     )

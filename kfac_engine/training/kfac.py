@@ -857,11 +857,11 @@ def _corrections(residuals: Residuals, step: Any, scale: Any) -> dict[str, Corre
     for name, (spread, is_wide, is_far, means, centre) in residuals.misfits().items():
         large, due = (np.logical_and(first, reason) for reason in (is_wide, is_far))
         factor = np.where(large, 1 / np.maximum(spread, 1.0), 1.0)
-        shift = np.where(large, centre, np.where(due, -means, 0.0))
         if recorded:
-            corrections[name] = Correction(factor, large, shift, due)
+            shift = np.where(due, -means, 0.0)
+            corrections[name] = Correction(factor, large, shift, centre, due)
         elif due:
-            corrections[name] = Correction(float(factor), bool(large), shift, due=True)
+            corrections[name] = Correction(float(factor), bool(large), -means, centre, due=True)
     return corrections
 
 

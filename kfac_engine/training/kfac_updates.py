@@ -17,16 +17,18 @@ from kfac_engine.training.vectors import Vector, Zeros, combine, dot
 class Correction(NamedTuple):
     """Scales and shifts predictions that are far off their targets, in the first step.
 
-    It changes the layers whose outputs are the predictions of a loss, in place of a step. If the
-    errors spread ρ > 2 times as far as the targets, about their means, the weights are divided by
-    ρ, and the bias becomes the mean of the targets. If only the mean error is larger than twice the
-    spread of the targets, it is subtracted from the bias. For probabilities, the bias receives the
-    difference between the logits of the mean target and of the mean prediction, where that matters.
+    It changes the layers that compute the predictions of a loss, in place of a step: see
+    ``Prediction``. If the errors spread ρ > 2 times as far as the targets, about their means, the
+    weights are divided by ρ, and the bias becomes the mean of the targets. If only the mean error
+    is larger than twice the spread of the targets, or if the predictions are not whole, it is
+    subtracted from the bias. For probabilities, the bias receives the difference between the logits
+    of the mean target and of the mean prediction, where that matters.
     """
 
     weights: Any  # what weights are multiplied by
-    replaces: Any  # whether ``shift`` replaces biases
-    shift: Any  # what biases receive, ``(features,)``
+    replaces: Any  # whether ``centre`` replaces biases
+    shift: Any  # what predictions receive in other cases, ``(features,)``
+    centre: Any  # mean target of each feature, ``(features,)``
     due: Any  # whether anything changes
 
 

@@ -11,6 +11,7 @@ from kfac_engine.engine.engine import Engine
 from kfac_engine.graph.structure import RELAYS, Node
 from kfac_engine.losses.categorical import CategoricalLogitsNegativeLogProbLoss
 from kfac_engine.training.feature_bounds import model_of
+from kfac_engine.training.predictions import Prediction
 from kfac_engine.training.units import Units
 from kfac_engine.training.vectors import Vector
 
@@ -31,54 +32,17 @@ _MOST_CLASSES = LARGEST_DIVIDED
 _SCALES = RELAYS | {"Mul", "Div"}
 
 
-def predictions_of(engine: Engine) -> dict[str, str]:
-    """Return the input of a loss that the layer of each weight and bias computes.
-
-    The input may be a view of the layer's outputs, such as that of ``Squeeze``.
-    """
-    graph = model_of(engine).graph
-    inputs = {graph.source(name, RELAYS): name for name in engine.objective.inputs}
-    return {
-        name: inputs[output]
-        for layer in engine.layers
-        for output in (graph.source(name, RELAYS) for name in uses(layer.outputs))
-        if output in inputs
-        for name in layer.parameters
-        if name in engine.parameters and engine.parameters[name].size
-    }
-
-
-def biases_of(engine: Engine, predictions: Mapping[str, str]) -> set[str]:
-    """Return the biases of fully connected layers that compute predictions.
-
-    ``predictions`` is the result of ``predictions_of``. The features of the predictions are on
-    their last axis, as those of the layers' outputs.
-    """
-    facts = model_of(engine).facts
-    along = {
-        term.inputs[0]
-        for term in engine.objective.terms
-        if term.class_axis in (-1, len(facts[term.inputs[0]].shape) - 1)
-    }
-    return {
-        bias
-        for layer in engine.layers
-        if layer.kind == "fully_connected"
-        for bias in layer.parameters[1:]
-        if predictions.get(bias) in along
-    }
-
-
-def wide_heads(engine: Engine) -> dict[str, int]:
+def wide_heads(engine: Engine, predictions: Mapping[str, Prediction]) -> dict[str, int]:
     """Return the features of each weight that computes logits of more than ``_MOST_CLASSES``.
 
     Tables that embed tokens, too, are left out. Weights have the names of their blocks.
     """
-    terms, predictions, heads = engine.objective.terms, predictions_of(engine), dict[str, int]()
+    terms, heads = engine.objective.terms, dict[str, int]()
     logits = {t.inputs[0] for t in terms if isinstance(t, CategoricalLogitsNegativeLogProbLoss)}
     for layer in engine.layers:
         name, packing = uses(layer.key)[0], engine.collection.fisher_blocks[layer.key].packing
-        if layer.kind in BY_ADAM or predictions.get(layer.parameters[0]) not in logits:
+        prediction = predictions.get(layer.parameters[0])
+        if layer.kind in BY_ADAM or prediction is None or prediction.loss not in logits:
             continue
         assert packing is not None, "a layer that is not in BY_ADAM has a matrix"
         inputs, classes = packing.matrix_shape(engine.collection.require_shape(name))

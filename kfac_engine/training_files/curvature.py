@@ -39,6 +39,7 @@ from kfac_engine.recording.recorded import Recorded, Size, Symbol, Tape
 from kfac_engine.training.curvature_updates import fewest_measured
 from kfac_engine.training.feature_bounds import POWERS
 from kfac_engine.training.kfac import KfacOptimizer
+from kfac_engine.training.predictions import predictions_of
 from kfac_engine.training.weight_roles import wide_heads
 from kfac_engine.training_files.parts import EvaluationGraph, Writer, forward_nodes, number_of
 
@@ -99,7 +100,10 @@ class CurvatureSteps:
         self._optimizer, self._options = optimizer, optimizer.options
         self._root = sqrt(float(engine.damping))
         self._sources = engine.fisher.sources
-        blocks, by_adam = engine.collection.fisher_blocks.items(), wide_heads(engine)
+        blocks, by_adam = (
+            engine.collection.fisher_blocks.items(),
+            wide_heads(engine, predictions_of(engine)),
+        )
         self._blocks = {
             key: block
             for key, block in blocks

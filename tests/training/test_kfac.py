@@ -325,6 +325,65 @@ def test_a_first_step_brings_predictions_to_the_unit_of_their_targets(case, view
     assert all(0 < change < 0.1 for change in changes.values())
 
 
+# Predictions of layers with weights u and v, which a correction divides, and biases. Of all others,
+# it corrects the mean alone.
+SUMS = {
+    "scaled and centred": (
+        "p = MatMul (x, u) o = Add (p, b) s = Mul (o, ten) y = Add (s, c)", True
+    ),
+    "each feature in its unit": ("p = MatMul (x, u) o = Add (p, b) y = Mul (c, o)", True),
+    "two layers": (
+        "p = MatMul (x, u) o = Add (p, b) h = Tanh (x) q = MatMul (h, v) r = Add (q, d) "
+        "y = Add (o, r)", True,
+    ),
+    "the mean of two layers": (
+        "p = MatMul (x, u) o = Add (p, b) q = MatMul (x, v) s = Sum (o, q) y = Div (s, ten)", True
+    ),
+    "a difference": ("p = MatMul (x, u) q = MatMul (x, v) r = Add (q, d) y = Sub (p, r)", True),
+    "a bias of two layers": (
+        "p = MatMul (x, u) h = Tanh (x) q = MatMul (h, v) s = Add (p, q) y = Add (b, s)", True
+    ),
+    "an input": ("p = MatMul (x, u) o = Add (p, b) y = Add (o, x)", False),
+    "a product of layers": (
+        "p = MatMul (x, u) q = MatMul (x, v) m = Mul (p, q) y = Add (m, b)", False
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mean", [0.0, 40.0])
+@pytest.mark.parametrize("size", [0.2, 30.0])
+@pytest.mark.parametrize("case", SUMS)
+def test_a_first_step_corrects_sums_of_layers(case, size, mean):
+    """Closed form, from the predictions and targets; predictions at x = 0 are those of biases."""
+    body, is_whole = SUMS[case]
+    rng = np.random.default_rng(1)
+    x, y = rng.standard_normal((2, 64, 3))
+    y += mean
+    arrays = {"u": rng.standard_normal((3, 3)), "v": rng.standard_normal((3, 3)), "b": np.ones(3),
+              "d": -np.ones(3), "c": np.array([4.0, 5.0, 6.0]), "ten": np.array(10.0)}  # fmt: skip
+    arrays = {
+        n: size * a if n in "uv" else a
+        for n, a in arrays.items()
+        if f"{n})" in body or f"({n}," in body
+    }
+    model = parsed(f"sums (double[n,3] x) => (double[n,3] y) {{ {body} }}", arrays)
+    trained = [name for name in arrays if name not in ("c", "ten")]
+    engine = ke.Engine.from_onnx(model, loss="normal", trainable=trained, threads=1)
+    before, of_biases = engine.predict({"x": x}), engine.predict({"x": 0 * x})
+    ke.KfacOptimizer(engine, weight_decay=0).step({"x": x}, y)
+    found, errors = engine.predict({"x": x}), before - y
+    spread = (y - y.mean(axis=0)).std()
+    ratio, offset = (errors - errors.mean(axis=0)).std() / spread, errors.mean(axis=0)
+    if ratio > 2 and is_whole:
+        expected = (before - of_biases) / ratio + y.mean(axis=0)
+    elif ratio > 2 or np.sqrt((offset**2).mean()) > 2 * spread:
+        expected = before - offset
+    else:  # a usual update
+        assert 0 < np.abs(found - before).max() < 1
+        return
+    np.testing.assert_allclose(found, expected, rtol=1e-8, atol=1e-8)
+
+
 # Rates of three binary targets, the logits of the rates that a model predicts, whether it has a
 # bias, and whether rates are far off.
 RATES = {

@@ -150,6 +150,18 @@ def slots_first() -> tuple[Net, list[int]]:
     return net, [3, 4]
 
 
+def wide_and_deep() -> tuple[Net, list[int]]:
+    """The sum of a layer and of a network with a hidden layer, in another unit."""
+    net = Net()
+    net.dense("wide", "input", 5, CLASSES)
+    net.dense("fc", "input", 5, 6)
+    net.op("Tanh", "fc", to="act")
+    net.dense("deep", "act", 6, CLASSES)
+    net.op("Add", "wide", "deep", to="sum")
+    net.op("Mul", "sum", net.constant("unit", np.array([2.0, 3.0, 4.0], "float32")), to="output")
+    return net, [5]
+
+
 def tied() -> tuple[Net, list[int]]:
     """One weight that two layers read."""
     net = Net()
@@ -180,6 +192,7 @@ NETS: dict[str, Callable[[], tuple[Net, list[int]]]] = {
     "experts": experts,
     "slots first": slots_first,
     "tied": tied,
+    "wide and deep": wide_and_deep,
 }
 
 

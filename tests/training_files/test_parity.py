@@ -116,6 +116,8 @@ OPTIONS = {
     "numbers": ("mlp", "normal", normal(1.0)),
     "small numbers": ("mlp", "normal", normal(0.02)),
     "numbers far from zero": ("mlp", "normal", normal(1.0, 9.0)),
+    "numbers of a sum of layers": ("wide and deep", "normal", normal(0.1, 9.0)),
+    "small numbers of a sum": ("wide and deep", "normal", normal(0.02)),
     "bits": ("mlp", "multi_bernoulli", features),
     "rare bits": ("mlp", "multi_bernoulli", rare),
     "all but one ignored": ("dense", "categorical", alone),

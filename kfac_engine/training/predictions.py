@@ -1,0 +1,161 @@
+"""Finds the layers that compute predictions: their updates have the unit of the targets."""
+
+from collections.abc import Callable, Container, Iterator, Sequence
+from math import inf, sqrt
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from kfac_engine._types import Array
+from kfac_engine.autodiff.forward_rules import SUMS
+from kfac_engine.backend.namespace import array_module, is_recorded
+from kfac_engine.curvature.blocks.base import uses
+from kfac_engine.engine.engine import Engine
+from kfac_engine.engine.report import LayerReport
+from kfac_engine.graph.structure import RELAYS, Graph, Node
+from kfac_engine.training.feature_bounds import model_of
+from kfac_engine.training.kfac_updates import Correction
+
+_ONE = np.ones(1)
+
+# Operators that add a bias along the last axis of the outputs, among those of a ``shift``.
+_SHIFTS = {"Add", "Gemm", "Sub"}
+
+
+class Bias(NamedTuple):
+    """A bias b of predictions ``c b + d + …``."""
+
+    factor: Array  # c, one number or one for each feature; infinite if another bias is corrected
+    offset: Array  # d, the sum of the constants
+
+    def corrected(self, value: Array, correction: Correction, replaced: Any) -> Array:
+        """Return the corrected bias; ``replaced`` says whether its old value has no effect."""
+        xp = array_module(value)
+        shift, centre, factor, offset = (
+            xp.asarray(array, value.dtype)
+            for array in (correction.shift, correction.centre, self.factor, self.offset)
+        )
+        if is_recorded(replaced):
+            chosen: Array = np.where(replaced, (centre - offset) / factor, value + shift / factor)
+            return chosen
+        corrected: Array = (centre - offset) / factor if replaced else value + shift / factor
+        return corrected
+
+
+class Prediction(NamedTuple):
+    """How the outputs o of a parameter's layer enter predictions ``Σ c o + d``."""
+
+    loss: str  # the loss's input that has the predictions
+    scale: float  # root mean square of c
+    # The weights of all layers in the sum; None if there are other values that are not constant.
+    weights: frozenset[str] | None
+    bias: Bias | None = None  # for a bias that has an entry for each feature
+
+    def is_whole(self, divisible: Container[str]) -> bool:
+        """Return whether all of the sum but its biases and constants can be divided."""
+        return self.weights is not None and all(map(divisible.__contains__, self.weights))
+
+
+class _Addend(NamedTuple):
+    """An addend ``c o``; o is 1 without a layer."""
+
+    factor: Array  # c, one number or one for each feature
+    layer: LayerReport | None = None  # with a ``shift``, o is the bias
+    is_known: bool = True  # False if o is another value
+
+
+def predictions_of(engine: Engine) -> dict[str, Prediction]:
+    """Return the predictions that the layer of each parameter enters; others have no entry.
+
+    Between a layer and the loss there may be views, such as that of ``Squeeze``, sums with other
+    values, and arithmetic with constants.
+    """
+    facts, predictions = model_of(engine).facts, dict[str, Prediction]()
+    shapes = {loss: facts[loss].shape for loss in engine.objective.inputs}
+    along_last = {
+        term.inputs[0]
+        for term in engine.objective.terms
+        if term.class_axis in (-1, len(shapes[term.inputs[0]]) - 1)
+    }
+    for loss, shape in shapes.items():
+        features = shape[-1:] if len(shape) > 1 else (1,)
+        addends = [*_addends(engine, loss, features)]
+        offset = sum((a.factor for a in addends if a.is_known and a.layer is None), 0 * _ONE)
+        weights = None
+        if all(addend.is_known for addend in addends):
+            layers = [a.layer for a in addends if a.layer and a.layer.kind != "shift"]
+            weights = frozenset(layer.parameters[0] for layer in layers)
+        biases = _biases(engine, addends, features) if loss in along_last else {}
+        corrected = next((name for name, factor in biases.items() if factor.all()), None)
+        for factor, layer, _ in addends:
+            scale = sqrt(np.mean(factor**2))
+            for name in layer.parameters if layer and scale else ():
+                if name in engine.parameters and engine.parameters[name].size:
+                    c = biases[name] if name == corrected else inf * _ONE
+                    bias = Bias(c, offset) if corrected and name in biases else None
+                    predictions[name] = Prediction(loss, scale, weights, bias)
+    return predictions
+
+
+def _biases(engine: Engine, addends: Sequence[_Addend], shape: tuple[int, ...]) -> dict[str, Array]:
+    """Return the factor of each bias of a shape, which is a sum over the layer's uses."""
+    factors = dict[str, Array]()
+    for factor, layer, is_known in addends:
+        first = {"fully_connected": 1, "shift": 0}.get(layer.kind) if layer and is_known else None
+        for name in layer.parameters[first:] if layer and first is not None else ():
+            if name in engine.parameters and engine.parameters[name].shape == shape:
+                factors[name] = factors.get(name, 0.0) + factor
+    return factors
+
+
+def _addends(engine: Engine, loss: str, features: tuple[int, ...]) -> Iterator[_Addend]:
+    """Yield the addends of the predictions that are an input of a loss."""
+    graph = model_of(engine).graph
+    layers = {output: layer for layer in engine.layers for output in uses(layer.outputs)}
+
+    def constant(name: str) -> Array | None:
+        """Return a constant with one number or one for each feature; None for other values."""
+        value = None if name in engine.parameters else graph.constants.get(name)
+        if value is None or (
+            value.size != 1 and (value.shape[-1:], value.size) != (features, *features)
+        ):
+            return None
+        return value.reshape(-1).astype(np.float64)
+
+    factors = {loss: _ONE}
+    for node in reversed(graph.nodes):
+        for output in factors.keys() & node.outputs:
+            factor, layer = factors.pop(output), layers.get(output)
+            if layer is not None:
+                yield _Addend(factor, layer, layer.kind != "shift" or node.op in _SHIFTS)
+            for name, c in _linear(node, constant) if layer is None else _data(node, layer, graph):
+                factors[name] = factors.get(name, 0.0) + factor * c
+    for name, factor in factors.items():
+        number = constant(name)
+        yield _Addend(factor if number is None else factor * number, None, number is not None)
+
+
+def _data(node: Node, layer: LayerReport, graph: Graph) -> list[tuple[str, Array]]:
+    """Return the value that a layer shifts, with its factor; its name is empty unless it is added.
+
+    Other layers shift no value.
+    """
+    names = node.inputs if layer.kind == "shift" else ()
+    data = [name for name in names if graph.source(name, RELAYS) not in layer.parameters]
+    return [(name if node.op == "Add" else "", _ONE) for name in data]
+
+
+def _linear(node: Node, constant: Callable[[str], Array | None]) -> list[tuple[str, Array]]:
+    """Return the operands of which a node is the sum, with their factors; a name may be empty."""
+    op, operands = node.qualified_op, node.inputs
+    if op in RELAYS:
+        return [(operands[0], _ONE)]
+    if op in SUMS:
+        share = _ONE / (len(operands) if op == "Mean" else 1)
+        return [(name, share * (SUMS[op] if i else 1)) for i, name in enumerate(operands)]
+    numbers = [constant(name) for name in operands] if op in ("Mul", "Div") else [None, None]
+    if numbers[1] is not None and (op == "Mul" or numbers[1].all()):
+        return [(operands[0], numbers[1] if op == "Mul" else 1 / numbers[1])]
+    if numbers[0] is not None and op == "Mul":
+        return [(operands[1], numbers[0])]
+    return [("", _ONE)]
