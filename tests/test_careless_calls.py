@@ -1,6 +1,7 @@
 """Careless calls: each gets one clear error that is a ``KfacError`` and names what was wrong."""
 
 import dataclasses
+import re
 from pathlib import Path
 
 import numpy as np
@@ -281,6 +282,22 @@ def test_observe_rejects_targets_of_loss_without_target_name():
         with pytest.raises(ke.InputError, match="the loss on 'logits' has no targets to evaluate"):
             engine.observe(X, targets)
     engine.observe(X)
+
+
+@pytest.mark.parametrize(
+    ("loss", "call"),
+    [
+        (LOSS("logits"), "CategoricalLogitsNegativeLogProbLoss('logits', targets='…')"),
+        (
+            ke.NormalMeanVarianceNegativeLogProbLoss("mean", "var"),
+            "NormalMeanVarianceNegativeLogProbLoss('mean', 'var', targets='…')",
+        ),
+    ],
+)
+def test_error_of_a_loss_without_targets_says_how_to_make_one_with_them(loss, call):
+    with pytest.raises(ke.InputError, match=re.escape(f"in the loss object, {call}, or")):
+        loss.evaluate()
+    assert repr(type(loss)(*loss.inputs, targets="…")) == call
 
 
 @pytest.mark.parametrize(

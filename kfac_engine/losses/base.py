@@ -531,9 +531,11 @@ class LossFunction(ABC):
     def require_target_name(self) -> str:
         """Return the name of the targets; raise an InputError if the loss has none."""
         if self.targets is None:
+            names = ", ".join(f"{name!r:.80}" for name in self.inputs)
             raise InputError(
-                f"the loss on '{self.inputs[0]}' has no targets to evaluate; name them with "
-                f"targets=..., or use an estimation mode that needs none."
+                f"the loss on '{self.inputs[0]}' has no targets to evaluate; name them in the loss "
+                f"object, {type(self).__name__}({names}, targets='…'), or use an estimation mode "
+                f"that needs none."
             )
         return self.targets
 
