@@ -1,7 +1,8 @@
 """Contexts with other handlers of signals: the only place that sets handlers."""
 
 import signal
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
+from itertools import compress
 from threading import current_thread, main_thread
 from types import FrameType
 from typing import Any, Self
@@ -27,7 +28,7 @@ class Handling:
     # Whether only handlers of Python are replaced, not the default action of the system.
     only_python = False
 
-    def __init__(self, numbers: Iterable[int] = SIGNALS, handler: Any = None) -> None:
+    def __init__(self, numbers: Sequence[int] = SIGNALS, handler: Any = None) -> None:
         self._numbers = numbers
         self._handler = self._received if handler is None else handler
         self._older: dict[int, Any] = {}
@@ -36,7 +37,9 @@ class Handling:
     def __enter__(self) -> Self:
         if self._numbers and current_thread() is main_thread():
             try:
-                for number in self._numbers:
+                # In C, because most of the 64 signals have no handler of Python.
+                handled = compress(self._numbers, map(callable, map(_handler_of, self._numbers)))
+                for number in handled if self.only_python else self._numbers:
                     older = _handler_of(number)
                     if callable(older) or (not self.only_python and older == signal.SIG_DFL):
                         self._older[number] = older
