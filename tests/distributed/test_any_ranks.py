@@ -61,7 +61,7 @@ def moved(engine, result):
     return {n: v - 0.05 * result.natural_gradients[n] for n, v in engine.parameters.items()}
 
 
-@settings(max_examples=EXAMPLES, deadline=None)
+@settings(max_examples=EXAMPLES)
 @given(cases())
 def test_steps_equal_those_of_one_process(case):
     name, rows, cuts, options = case
@@ -102,7 +102,7 @@ PHASES = {
 }
 
 
-@settings(max_examples=EXAMPLES, deadline=None)
+@settings(max_examples=EXAMPLES)
 @given(cases(), st.data())
 def test_a_failure_of_any_rank_in_any_phase_is_refused_by_all(case, data):
     name, rows, cuts, options = case

@@ -1,7 +1,7 @@
 """Owners depend on names and loads alone, and divide the work of known models evenly."""
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from kfac_engine.curvature.schedule import POLICIES, Work
 from kfac_engine.distributed.owners import Load, loads, owners, slots, together
@@ -34,7 +34,6 @@ def test_ties_are_decided_by_bytes_and_then_by_key():
     assert owners(table, 3) == {"c": 0, "a": 1, "b": 2, "free": 1}
 
 
-@settings(deadline=None)
 @given(st.data(), costs, st.integers(1, 5), st.integers(1, 4))
 def test_assignments_are_the_same_for_every_order_of_the_works(data, numbers, size, period):
     table = works(numbers)
@@ -55,7 +54,6 @@ def best_makespan(numbers, size):
     return min(map(max, reached))
 
 
-@settings(deadline=None)
 @given(costs, st.integers(1, 4))
 def test_makespan_is_within_grahams_bound_of_the_best_assignment(numbers, size):
     table, best = works(numbers), best_makespan(numbers, size)
@@ -63,7 +61,6 @@ def test_makespan_is_within_grahams_bound_of_the_best_assignment(numbers, size):
     assert 3 * size * makespan(table, owners(table, size), size) <= (4 * size - 1) * best
 
 
-@settings(deadline=None)
 @given(costs, st.integers(1, 5), st.integers(1, 4))
 def test_every_work_has_a_rank_and_a_phase(numbers, size, period):
     table = works(numbers)
@@ -104,7 +101,6 @@ def test_a_period_without_a_phase_is_refused():
         slots({"a": Load(1)}, 2, 0)
 
 
-@settings(deadline=None)
 @given(costs, st.integers(1, 5), st.integers(1, 4))
 def test_the_policy_balanced_ranks_has_the_phases_of_slots(numbers, size, period):
     table, plan = works(numbers), POLICIES["balanced_ranks"]
@@ -119,7 +115,6 @@ def test_the_policy_balanced_ranks_has_the_phases_of_slots(numbers, size, period
         assert phases == POLICIES["balanced"](mine, period)
 
 
-@settings(deadline=None)
 @given(costs, st.integers(1, 5), st.integers(1, 4))
 def test_slots_of_few_works_are_in_the_first_phases(numbers, size, period):
     table = works(numbers)

@@ -50,7 +50,6 @@ def assert_same_state(rngs, one):
 sizes = st.tuples(st.integers(1, 3), st.integers(1, 3), st.integers(1, 5))
 
 
-@settings(deadline=None)
 @given(
     seed=st.integers(0, 99),
     counts=shards(least=1),
@@ -67,7 +66,6 @@ def test_draws_of_ranks_are_those_of_one_process(seed, counts, calls):
         assert_same_state(rngs, one)
 
 
-@settings(deadline=None)
 @given(
     counts=shards(),
     calls=st.lists(
@@ -83,7 +81,6 @@ def test_a_rank_without_examples_draws_nothing_and_advances(counts, calls):
         assert_same_state(rngs, one)
 
 
-@settings(deadline=None)
 @given(
     counts=shards(least=1, most=4),
     kind=st.sampled_from(list(DRAWS)),
@@ -158,7 +155,7 @@ def cotangents(mode, case, values, rng):
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("case", CASES, ids=by_name)
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=6)
 @given(data=st.data())
 def test_cotangents_of_ranks_are_those_of_one_process(mode, case, data):
     if MODES[mode].mat_type == "GGN" and not case.loss.ggn_equals_fisher:

@@ -141,7 +141,7 @@ def test_the_schedule_of_the_engine_is_left_alone():
 # -- the planner with growing periods --------------------------------------------------------------
 
 
-@settings(max_examples=25 if SEED is None else 100, deadline=None)
+@settings(max_examples=25 if SEED is None else 100)
 @given(number=st.integers(1, 6), period=st.integers(1, 9))
 def test_a_factor_is_due_exactly_at_its_period_or_the_bound(number, period):
     works = [Work(f"f{i}", float(i + 1)) for i in range(number)]
