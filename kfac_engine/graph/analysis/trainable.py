@@ -185,8 +185,9 @@ def _reason_of_uses(graph: Graph, name: str, array: Array) -> str | None:
     reasons = [_setting(scope, array, node, i, learned=stated == "") for scope, node, i in uses]
     if not reasons:
         return "read by nothing"
-    if array.ndim == 0 and not array and all(_is_bias_of_filter(node, i) for _, node, i in uses):
-        return "the zero of a convolution without bias"
+    # A module has a vector as its bias. A number that a module learns is stated where it is zero.
+    if stated != "" and not (array.ndim or array) and all(_is_bias(n, i) for _, n, i in uses):
+        return "the zero of a layer without bias"
     if None not in reasons:
         return reasons[0]
     if stated:
@@ -220,8 +221,8 @@ def _reason_of_values(array: Array, uses: Sequence[tuple[Graph, Node, int]]) -> 
     return None if of_layer or not _non_finite(array) else "an array with NaN or infinity"
 
 
-def _is_bias_of_filter(node: Node, index: int) -> bool:
-    return node.op in {"Conv", "ConvTranspose"} and index == 2
+def _is_bias(node: Node, index: int) -> bool:
+    return node.qualified_op in {"Conv", "ConvTranspose", "Gemm"} and index == 2
 
 
 def _uses(graph: Graph, name: str) -> Iterator[tuple[Graph, Node, int]]:

@@ -199,6 +199,14 @@ def test_numbers_that_the_file_does_not_call_parameters_are_not_trained(row, kin
     assert trained == (not kind and row in {"logit_scale", "exponent_of_a_pooling"})
 
 
+@pytest.mark.parametrize("kinds", [{"f": "PARAMETER"}, {}])
+def test_a_zero_that_is_added_to_a_product_is_trained_only_if_the_file_states_it(kinds):
+    model = torch_file("y = Gemm (x, w, f)", {"w": "PARAMETER"} | kinds, shapes={"f": ()})
+    zero = next(entry for entry in model.graph.initializer if entry.name == "f")
+    zero.CopyFrom(numpy_helper.from_array(np.float32(0), "f"))
+    assert ("f" in trainable_parameters(load_graph(model))) == bool(kinds)
+
+
 def test_a_parameter_that_is_read_like_an_attribute_is_not_trained():
     body = "e = Range (zero, three, f)  h = Mul (x, e)  g = Mul (h, f)  y = MatMul (g, w)"
     model = torch_file(body, {"w": "PARAMETER", "f": "PARAMETER"}, shapes={"f": ()})
