@@ -209,6 +209,28 @@ def test_invalid_request_error_names_argument(name):
         ke.differentiate(make(), **options)
 
 
+@pytest.mark.parametrize(
+    ("node", "message"),
+    [
+        (f"Softmax <axis = {-(2**63)}> (x)", r"Softmax.*axis -9223372036854775808.*'x'.*-2 to 1"),
+        (f"LogSoftmax <axis = {2**32}> (x)", r"LogSoftmax.*axis 4294967296"),
+        ("Clip (x, nan, one)", "Clip.*NaN as the bound 'nan'"),
+        ("Clip (x, one, nan)", "Clip.*NaN as the bound 'nan'"),
+    ],
+)
+def test_settings_that_onnx_does_not_define_have_an_error(node, message):
+    """ONNX Runtime runs such models."""
+    model = onnx.parser.parse_model(
+        f'<ir_version: 8, opset_import: ["": 17]> m (float[N,3] x) => (float[] y) {{ y = {node} }}'
+    )
+    numbers = {"nan": np.float32("nan"), "one": np.float32(1)}
+    model.graph.initializer.extend(
+        onnx.numpy_helper.from_array(np.asarray(number), name) for name, number in numbers.items()
+    )
+    with pytest.raises(ke.ModelError, match=message):
+        ke.differentiate(model, wrt=["x"])
+
+
 def test_second_derivatives_of_same_value_have_new_name():
     """The Hessian of an energy with respect to positions, times a vector."""
     model = models.mlp(widths=(3, 4, 1), dtype="float64")

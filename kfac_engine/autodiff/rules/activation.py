@@ -8,10 +8,13 @@ it.
 from collections.abc import Mapping
 from math import pi, sqrt
 
+import numpy as np
+
 from kfac_engine.autodiff.rules import Cotangents, Gradients, Wanted, add_slopes, vjp_rule
 from kfac_engine.autodiff.rules.attributes import integer, number, text
 from kfac_engine.autodiff.rules.elementwise import polynomial
 from kfac_engine.autodiff.vjp_builder import VjpBuilder
+from kfac_engine.errors import ModelError
 from kfac_engine.graph.structure import Node
 
 # Defaults of Selu, as ONNX states them.
@@ -51,6 +54,12 @@ def prelu(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients
 def clip(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
     """Pass the cotangent to x inside the bounds, and to the bound elsewhere."""
     x, low, high = (*node.inputs, "", "")[:3]
+    for bound in (low, high):
+        if np.isnan(b.graph.constants.get(bound, 0)).any():
+            raise ModelError(
+                f"{node.op} at node '{node.name}' has NaN as the bound '{bound}', for which ONNX "
+                f"defines no result; use a number, or leave the bound out."
+            )
     # y = min(max(x, low), high), so an empty interval gives high.
     at_low = b.op("Less", x, low) if low else ""
     at_high = b.op("Greater", b.op("Max", x, low) if low else x, high) if high else ""
@@ -198,7 +207,14 @@ def _is_selected(b: VjpBuilder, value: str) -> bool:
 
 
 def _sum_over_axis(b: VjpBuilder, node: Node, value: str) -> str:
-    return b.op("ReduceSum", value, b.constant([integer(node, "axis", -1)]), keepdims=1)
+    axis, rank = integer(node, "axis", -1), b.rank(node.inputs[0])
+    # ONNX Runtime refuses others, but reads 32 bits only: -2**63 is the axis 0.
+    if not -rank <= axis < rank:
+        raise ModelError(
+            f"{node.op} at node '{node.name}' has the axis {axis}, but its operand "
+            f"'{node.inputs[0]}' has the axes {-rank} to {rank - 1}; use one of these."
+        )
+    return b.op("ReduceSum", value, b.constant([axis]), keepdims=1)
 
 
 # -- pieces ----------------------------------------------------------------------------------------
