@@ -11,9 +11,8 @@ their type.
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
 from types import ModuleType
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy.typing as npt
 
@@ -22,8 +21,7 @@ from kfac_engine.backend.threads import Task
 from kfac_engine.backend.window import Window
 
 
-@dataclass(frozen=True, slots=True)
-class Accumulation:
+class Accumulation(NamedTuple):
     """How a sum over rows changes a result: ``out ← beta·out + alpha·Σ``, in place.
 
     A ``beta`` of zero overwrites, NaN included. A one, the homogeneous coordinate, is appended to
@@ -37,7 +35,7 @@ class Accumulation:
     @property
     def of_others(self) -> "Accumulation":
         """The same accumulation for further rows, which keeps the result so far."""
-        return replace(self, beta=1.0)
+        return self._replace(beta=1.0)
 
 
 # Writes the sum of the rows as they are.

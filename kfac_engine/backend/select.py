@@ -5,6 +5,8 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Literal, TypeAlias, cast, get_args
 
+import numpy as np
+
 from kfac_engine._types import Array
 from kfac_engine.backend.cpu.backend import NumpyBackend
 from kfac_engine.backend.cuda.backend import CupyBackend
@@ -91,7 +93,7 @@ def owner(array: Array) -> Backend:
     ``InputError`` is raised if the object belongs to neither NumPy nor CuPy.
     """
     module = array_module(array)
-    recorded: Backend | None = getattr(module, "backend", None)
+    recorded: Backend | None = None if module is np else getattr(module, "backend", None)
     return recorded or owner_named(module.__name__)
 
 

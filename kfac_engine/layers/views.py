@@ -7,7 +7,7 @@ computes second moments in the backend without a copy of the rows.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
 from typing import ClassVar, Protocol, TypeAlias
 
@@ -241,7 +241,7 @@ class MaskedPatchView:
     def second_moment(self, x: Array, out: Array, backend: Backend, how: Accumulation) -> None:
         d = self.width(x.shape)
         moment = backend.xp.zeros_like(out)
-        self.patches.second_moment(x, moment, backend, replace(how, beta=0.0))
+        self.patches.second_moment(x, moment, backend, how._replace(beta=0.0))
         # (m∘z)(m∘z)ᵀ = (m mᵀ)∘(z zᵀ): masking the moment costs d², masking the patches n·t·d.
         mask = self._mask(backend, out)
         moment[:d] *= mask[:, None]

@@ -373,10 +373,10 @@ def _eigenvalues(block: FisherBlock, units: Array | None) -> Array:
 
 def _precision(eigenvalues: Array, scale: float) -> float:
     """Return the solution α of ``α = scale · Σ h / (h + α)``."""
-    precision = scale * eigenvalues.size
+    precision, total = scale * eigenvalues.size, np.add.reduce
     for _ in range(_PASSES if scale else 0):
-        determined = float((eigenvalues / (eigenvalues + precision + _LEAST)).sum())
-        precision = sqrt(precision * scale * determined)
+        shares = eigenvalues / (eigenvalues + precision + _LEAST)
+        precision = sqrt(precision * scale * float(total(shares, None)))
     return precision
 
 

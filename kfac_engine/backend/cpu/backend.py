@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from functools import partial
 from operator import attrgetter
 from typing import TypeVar
@@ -111,7 +110,7 @@ class NumpyBackend:
         alone = NumpyBackend(scratch_bytes=scratch // (2 * parts), threads=1)
 
         def add(part: slice, result: Array, beta: float) -> None:
-            of_part = replace(how, beta=beta)
+            of_part = how._replace(beta=beta)
             channel_groups.squared_gradients(alone, x[part], window, ds[part], result, of_part)
 
         grouped_gram.squared_gradients(add, len(ds), out, how.beta, parts, self.workers)

@@ -8,7 +8,7 @@ Large products are divided among threads.
 
 import ctypes
 from collections.abc import Callable
-from functools import partial
+from functools import lru_cache, partial
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -35,10 +35,11 @@ def layout(x: Array) -> MatrixLayout | None:
 
     One axis must have unit stride, and the other a positive stride of whole elements.
     """
-    if not x.flags.aligned:
+    flags = x.flags
+    if not flags.aligned:
         return None
-    if x.flags.forc:  # without gaps
-        by_row = x.flags.c_contiguous
+    if flags.forc:  # without gaps
+        by_row = flags.c_contiguous
         return MatrixLayout(by_row, x.shape[int(by_row)] or 1)
     size, shape, strides = x.itemsize, x.shape, x.strides
     for inner, outer in ((1, 0), (0, 1)):
@@ -188,8 +189,9 @@ def _addresses(stack: Array) -> list[int]:
     return (stack.ctypes.data + np.ravel(offsets)).tolist()
 
 
+@lru_cache(maxsize=1024)
 def integer(value: int) -> Any:
-    """Return a reference to an integer of BLAS, which receives scalars by address."""
+    """Return a reference to an integer of BLAS, which reads scalars by address."""
     assert value <= _LARGEST, f"{value} exceeds the largest integer of BLAS, {_LARGEST}"
     return ctypes.byref(_INTEGER(value))
 
@@ -223,42 +225,27 @@ _TRMM = routine(cython_blas, "dtrmm", 11)
 _REAL = {"f": ctypes.c_float, "d": ctypes.c_double}
 
 
-def potrf(matrix: Array) -> int:
-    """Replace the lower triangle of a float64 matrix with its Cholesky factor ``L``.
+def lapack(matrix: Array, *names: str) -> int:
+    """Call routines of LAPACK on a lower triangle, one after the other, until one of them fails.
 
-    Elements are adjacent in each row. The result is zero, or the order of the first leading minor
-    that is not positive.
+    Elements of the matrix, float64, are adjacent in each row. The result is zero or a code of:
+
+    - ``potrf``, which replaces a matrix with its Cholesky factor ``L``: the order of the first
+      leading minor that is not positive;
+    - ``trtri``, which replaces ``L`` with its inverse: the index of the first zero on the diagonal,
+      counted from one;
+    - ``lauum``, which replaces ``L`` with ``Lᵀ L``, and never fails.
     """
-    return _in_place("potrf", matrix)
-
-
-def trtri(lower: Array) -> int:
-    """Replace a lower triangle, float64 with adjacent elements in each row, with its inverse.
-
-    The result is zero, or the index of the first zero on the diagonal, counted from one.
-    """
-    return _in_place("trtri", lower)
-
-
-def lauum(lower: Array) -> int:
-    """Replace a lower triangle ``L``, float64, with the lower triangle of ``Lᵀ L``; return zero."""
-    return _in_place("lauum", lower)
-
-
-def _in_place(name: str, matrix: Array) -> int:
-    """Call a routine of LAPACK on a lower triangle and return its code."""
     size, info = len(matrix), ctypes.c_int64(0)
     assert matrix.shape == (size, size), f"a triangle of shape {matrix.shape} is not square"
     assert matrix.dtype == "d", f"{matrix.dtype} is not float64"
-    routine, options = _ROUTINES[name]
     # LAPACK is column-major: a row-major lower triangle L is the upper triangle Lᵀ.
-    routine(
-        *options,
-        integer(size),
-        matrix.ctypes.data,
-        integer(leading_dimension(matrix)),
-        ctypes.byref(info),
-    )
+    leading, data = integer(leading_dimension(matrix)), matrix.ctypes.data
+    for name in names:
+        routine, options = _ROUTINES[name]
+        routine(*options, integer(size), data, leading, ctypes.byref(info))
+        if info.value:
+            break
     return int(info.value)
 
 

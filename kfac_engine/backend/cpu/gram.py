@@ -163,7 +163,7 @@ def _merged(x: Array, dtype: DType) -> Array | None:
             return None
         x = x.reshape(-1, x.shape[-1])
     rows = x.T
-    return rows if blas.layout(rows) else None
+    return rows if x.flags.carray or blas.layout(rows) else None  # ``carray`` is most often
 
 
 def _copies(x: Array, buffer: Array) -> Iterator[Array]:

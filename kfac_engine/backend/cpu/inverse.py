@@ -43,7 +43,7 @@ def tril_to_float64(matrix: Array, work: Array, workers: Workers) -> float:
     """
     sums: list[float] = []
     _by_row_blocks(len(matrix), workers, partial(_to_float64, matrix, work, sums))
-    diagonal = np.einsum("ii->i", work)
+    diagonal = work.diagonal()
     with np.errstate(over="ignore", invalid="ignore"):
         return 2.0 * sum(sums) - float(diagonal @ diagonal)
 
@@ -75,7 +75,8 @@ def _from_float64(work: Array, whole: Array, span: slice) -> None:
         rows[...] = work[start:end, :end]
         block = rows[:, start:]
         np.copyto(block, block.T.copy(), where=_ABOVE[: end - start, : end - start])
-        whole[:start, start:end] = rows[:, :start].T
+        if start:
+            whole[:start, start:end] = rows[:, :start].T
 
 
 def _by_row_blocks(size: int, workers: Workers, work: Callable[[slice], None]) -> None:
@@ -172,7 +173,7 @@ def damped_cholesky(matrix: Array, damping: float, workers: Workers) -> Array:
     least = _load(matrix, damping, work, workers)
     with _blas_for(matrix, workers):
         for damped in _damped(matrix, least, work, workers):
-            if blas.potrf(damped) == 0:
+            if blas.lapack(damped, "potrf") == 0:
                 return np.tril(damped).astype(matrix.dtype)
     values, vectors = _clamped(matrix, least, workers)
     # With M = QΛQᵀ and √Λ Qᵀ = Q'R, Rᵀ is a triangular root of M, which always exists.
@@ -189,7 +190,7 @@ def triangular_inverse(lower: Array, workers: Workers) -> Array:
     check_square(lower)
     work = np.tril(lower).astype(np.float64)
     with _blas_for(lower, workers):
-        index = blas.trtri(work) - 1
+        index = blas.lapack(work, "trtri") - 1
     if index >= 0:
         raise InputError(f"a triangular matrix with zero at [{index}, {index}] has no inverse.")
     return work.astype(lower.dtype)
@@ -277,7 +278,8 @@ def _damped(matrix: Array, least: float, work: Array, workers: Workers) -> Itera
                 least * factor,
             )
             tril_to_float64(matrix, work, workers)
-        diagonal = np.einsum("ii->i", work)
+        diagonal = work.diagonal()
+        diagonal.setflags(write=True)
         diagonal += least * factor
         yield work
 
@@ -288,11 +290,7 @@ def _invert_by_solving(work: Array, workers: Workers) -> None:
     NumPy's ``LinAlgError`` is raised if the matrix is not positive definite.
     """
     with _blas_for(work, workers):
-        order = blas.potrf(work)
-        if order:
-            raise np.linalg.LinAlgError(f"the leading minor of order {order} is not positive.")
-        blas.trtri(work)
-        blas.lauum(work)
+        recursive_inverse.invert_leaf(work)
 
 
 def _blas_for(matrix: Array, workers: Workers) -> AbstractContextManager[None]:

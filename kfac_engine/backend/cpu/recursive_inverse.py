@@ -55,17 +55,24 @@ def invert(work: Array, workers: Workers) -> None:
     it is not positive definite.
     """
     with single_threaded_blas():
+        if len(work) <= _LEAF:
+            invert_leaf(work)
+            return
         _factor(work, workers)
         _square(work, workers)
+
+
+def invert_leaf(work: Array, *routines: str) -> None:
+    """Call routines of LAPACK, by default those of ``A⁻¹``; errors are as for ``invert``."""
+    order = blas.lapack(work, *(routines or ("potrf", "trtri", "lauum")))
+    if order:
+        raise np.linalg.LinAlgError(f"the leading minor of order {order} is not positive.")
 
 
 def _factor(A: Array, workers: Workers) -> None:
     """Replace ``A = L Lᵀ`` with ``L⁻¹``, in the lower triangle."""
     if len(A) <= _LEAF:
-        order = blas.potrf(A)
-        if order:
-            raise np.linalg.LinAlgError(f"the leading minor of order {order} is not positive.")
-        blas.trtri(A)
+        invert_leaf(A, "potrf", "trtri")
         return
     count = _thread_count(A, workers)
     P, B, S = _blocks(A)
@@ -85,7 +92,7 @@ def _factor(A: Array, workers: Workers) -> None:
 def _square(K: Array, workers: Workers) -> None:
     """Replace the lower-triangular ``K`` with ``Kᵀ K``."""
     if len(K) <= _LEAF:
-        blas.lauum(K)
+        blas.lapack(K, "lauum")
         return
     P, B, S = _blocks(K)
     if _thread_count(K, workers) == 1:

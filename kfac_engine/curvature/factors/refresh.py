@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -55,8 +55,7 @@ Result: TypeAlias = Sequence[Array]
 Finish: TypeAlias = Callable[[], Sequence[Result]]
 
 
-@dataclass(frozen=True, slots=True)
-class RefreshTask:
+class RefreshTask(NamedTuple):
     """The operations that refresh one factor, and a function that stores their results.
 
     The operations read the average of the factor. The function takes the results in the order of
