@@ -948,6 +948,8 @@ def adaptive_lengths(
     factors = adapters(engine, units, values)
     for name, factor in factors.items():
         roots[name] = _OF_ADAPTERS * sqrt(sqrt(prod(shapes[name])) / factor)
+        if name in predictions:  # the length of an adapter contains its scale
+            predictions[name] = predictions[name]._replace(scale=1.0)
     equal = {name for name, side in sides.items() if side >= _SMALLEST_SIDE} | factors.keys()
     of_layers = {uses(p)[0]: block for p, block in engine.collection.fisher_blocks.items()}
     blocks = {name: of_layers[weight.weight] for name, weight in units.weights.items()}

@@ -15,6 +15,7 @@ from kfac_engine.engine.report import LayerReport
 from kfac_engine.graph.structure import RELAYS, Graph, Node
 from kfac_engine.training.feature_bounds import model_of
 from kfac_engine.training.kfac_updates import Correction
+from kfac_engine.training.vectors import Vector
 
 _ONE = np.ones(1)
 
@@ -77,45 +78,50 @@ def predictions_of(engine: Engine) -> dict[str, Prediction]:
         for term in engine.objective.terms
         if term.class_axis in (-1, len(shapes[term.inputs[0]]) - 1)
     }
+    parameters = engine.parameters
     for loss, shape in shapes.items():
         features = shape[-1:] if len(shape) > 1 else (1,)
-        addends = [*_addends(engine, loss, features)]
+        addends = [*_addends(engine, loss, features, parameters)]
         offset = sum((a.factor for a in addends if a.is_known and a.layer is None), 0 * _ONE)
         weights = None
         if all(addend.is_known for addend in addends):
             layers = [a.layer for a in addends if a.layer and a.layer.kind != "shift"]
             weights = frozenset(layer.parameters[0] for layer in layers)
-        biases = _biases(engine, addends, features) if loss in along_last else {}
+        biases = _biases(addends, features, parameters) if loss in along_last else {}
         corrected = next((name for name, factor in biases.items() if factor.all()), None)
         for factor, layer, _ in addends:
             scale = sqrt(np.mean(factor**2))
             for name in layer.parameters if layer and scale else ():
-                if name in engine.parameters and engine.parameters[name].size:
+                if name in parameters and parameters[name].size:
                     c = biases[name] if name == corrected else inf * _ONE
                     bias = Bias(c, offset) if corrected and name in biases else None
                     predictions[name] = Prediction(loss, scale, weights, bias)
     return predictions
 
 
-def _biases(engine: Engine, addends: Sequence[_Addend], shape: tuple[int, ...]) -> dict[str, Array]:
+def _biases(
+    addends: Sequence[_Addend], shape: tuple[int, ...], parameters: Vector
+) -> dict[str, Array]:
     """Return the factor of each bias of a shape, which is a sum over the layer's uses."""
     factors = dict[str, Array]()
     for factor, layer, is_known in addends:
         first = {"fully_connected": 1, "shift": 0}.get(layer.kind) if layer and is_known else None
         for name in layer.parameters[first:] if layer and first is not None else ():
-            if name in engine.parameters and engine.parameters[name].shape == shape:
+            if name in parameters and parameters[name].shape == shape:
                 factors[name] = factors.get(name, 0.0) + factor
     return factors
 
 
-def _addends(engine: Engine, loss: str, features: tuple[int, ...]) -> Iterator[_Addend]:
+def _addends(
+    engine: Engine, loss: str, features: tuple[int, ...], parameters: Vector
+) -> Iterator[_Addend]:
     """Yield the addends of the predictions that are an input of a loss."""
     graph = model_of(engine).graph
     layers = {output: layer for layer in engine.layers for output in uses(layer.outputs)}
 
     def constant(name: str) -> Array | None:
         """Return a constant with one number or one for each feature; None for other values."""
-        value = None if name in engine.parameters else graph.constants.get(name)
+        value = None if name in parameters else graph.constants.get(name)
         if value is None or (
             value.size != 1 and (value.shape[-1:], value.size) != (features, *features)
         ):

@@ -26,7 +26,7 @@ def first_update(graph, constants):
 def nodes(between, behind="update = Identity(product)"):
     return (
         f"full = MatMul(input, w) low = MatMul(input, first) {between} "
-        f"product = MatMul(scaled, second) {behind} output = Add(full, update)"
+        f"product = MatMul(scaled, second) {behind} sum = Add(full, update) output = Asinh(sum)"
     )
 
 
