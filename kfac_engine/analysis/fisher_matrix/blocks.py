@@ -189,7 +189,8 @@ def eigenbasis(
     matrix is the mean of outer products of ``rows`` vectors, which bounds its rank; None if
     unknown.
 
-    Eigenvalues ``(g, d)`` are not negative, and ascend in each part. Eigenvectors are columns,
+    Eigenvalues ``(g, d)`` are not negative, and ascend in each part; those that are only rounding
+    are zeros, so that a singular matrix is singular on every processor. Eigenvectors are columns,
     ``(g, d, d)``, zero outside the blocks.
     """
     values = np.empty(matrices.shape[:2])
@@ -197,8 +198,10 @@ def eigenbasis(
     for part in parts:
         for group, matrix in enumerate(matrices[:, part, part]):
             result = _of_low_rank(matrix, rows or len(matrix), epsilon) or np.linalg.eigh(matrix)
-            values[group, part], vectors[group, part, part] = result
-    return values.clip(min=0.0), vectors
+            numbers, vectors[group, part, part] = result
+            least = len(matrix) * np.finfo(np.float64).eps * numbers.max(initial=0.0)
+            values[group, part] = np.where(numbers > least, numbers, 0.0)
+    return values, vectors
 
 
 def _of_low_rank(matrix: Float, rank: int, epsilon: float) -> tuple[Float, Float] | None:

@@ -128,5 +128,6 @@ def test_pruning_by_curvature_keeps_the_accuracy_that_magnitude_loses(method, tm
 
     by_curvature = accuracy(ke.prune(curvature, sparsity=0.75, method=method, damping=1e-3))
     by_magnitude = accuracy(ke.prune(curvature, sparsity=0.75, method="magnitude"))
-    assert by_curvature > 0.8
+    # Of 397 digits: 0.79 to 0.9 by the order in which a processor adds.
+    assert by_curvature > 0.7
     assert by_magnitude < by_curvature - 0.1
