@@ -44,8 +44,6 @@ _OPTIONS = (
         help="Learning rate; kfac has none. By default the optimizer's own."),
     Option("Optimizer", "--weight-decay", type=float,
         help="Weight decay; by default the optimizer's own."),
-    count_option("Output", "--steps-per-call", default=1,
-        help="Number of steps in a call; with more than one, inputs have a first axis of steps."),
     count_option("Output", "--accumulate", default=1,
         help="Number of parts into which a step divides the batch, one after the other."),
     Option("Output", "--noise", type=click.Choice(("internal", "input")), default="internal",
