@@ -254,13 +254,14 @@ class LossFunction(ABC):
         return sum(float(array.sum(dtype=np.float64)) for array in squares)
 
     def target_sums(
-        self, observed: Observed, gradients: Values, centre: Any = 0.0
+        self, values: Values, observed: Observed, gradients: Values, centre: Any = 0.0
     ) -> tuple[Any, ...]:
         """Return the sums from which the spreads of the targets and errors of a batch follow.
 
         The sums of the parts of a batch add up to those of the batch.
 
         Args:
+            values: The predictions.
             observed: Result of ``observe``.
             gradients: Gradients of the loss, times the weights of the targets.
             centre: Result of ``target_centre`` for the whole batch; zero if it is not known.
@@ -272,7 +273,9 @@ class LossFunction(ABC):
             ``w g²`` if all predictions are off by 1, where g is the gradient of the loss; for each
             feature the sums of w, ``w g`` and ``w g²`` for gradients g, without their sign, at the
             prediction ``centre``; and those of the ``gradients`` and of the targets, times w and
-            divided by the variance. Otherwise nothing.
+            divided by the variance. A loss of other errors has the sums of squared errors with a
+            variance of 1, and those of w times the squared errors, the absolute errors, and the
+            errors times g. Otherwise nothing.
         """
         return ()
 

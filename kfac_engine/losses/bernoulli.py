@@ -129,7 +129,7 @@ class MultiBernoulliNegativeLogProbLoss(ElementwiseLoss):
         return equal
 
     def target_sums(
-        self, observed: Observed, gradients: Values, centre: Any = 0.0
+        self, values: Values, observed: Observed, gradients: Values, centre: Any = 0.0
     ) -> tuple[Any, ...]:
         assert observed.targets is not None, "observe has read the targets"
         g = gradients[self.logits]

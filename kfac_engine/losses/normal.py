@@ -21,6 +21,8 @@ _FAR = 1e30
 class LocationLoss(ElementwiseLoss):
     """A distribution of the errors of a mean; the first input is the mean."""
 
+    var: float = 1.0  # the variance that divides errors and targets in ``target_sums``
+
     def __init__(
         self,
         inputs: tuple[str, ...],
@@ -36,6 +38,35 @@ class LocationLoss(ElementwiseLoss):
         mean = values[self.mean]
         result: Array = mean - targets.astype(mean.dtype, copy=False)
         return result
+
+    def sums_of_errors(self, observed: Observed, errors: Array, centre: Any) -> tuple[Any, ...]:
+        """Return ``target_sums`` of squared errors; ``errors`` are divided by the variance."""
+        g, over = self._by_feature(observed)
+        g = g - centre
+        powers = (times(x, observed.weights) for x in (array_module(g).ones_like(g), g, g * g))
+        sums = [power.sum(axis=over).reshape(-1) for power in powers]
+        of_errors = errors.sum(axis=over, dtype=np.float64).reshape(-1)
+        of_feature = centre if isinstance(centre, float) else centre.reshape(-1)
+        of_targets = sums[1] + sums[0] * of_feature
+        return (sums[0].sum() / self.var**2, *sums, of_errors, of_targets)
+
+    def target_centre(self, observed: Observed) -> Any:
+        g, over = self._by_feature(observed)
+        xp = array_module(g)
+        weights = times(xp.ones_like(g), observed.weights)
+        weight, total = (x.sum(axis=over, keepdims=True) for x in (weights, weights * g))
+        low = xp.where(weights > 0, g, _FAR).min(axis=over, keepdims=True)
+        high = xp.where(weights > 0, g, -_FAR).max(axis=over, keepdims=True)
+        # Rounding may carry the mean of equal targets beyond them.
+        mean = xp.maximum(xp.minimum(total / xp.where(weight > 0, weight, 1), high), low)
+        return xp.where(weight > 0, mean, 0)
+
+    def _by_feature(self, observed: Observed) -> tuple[Array, tuple[int, ...]]:
+        """Return targets divided by the variance, and all their axes except the features' axis."""
+        assert observed.targets is not None, "observe has read the targets"
+        t = observed.targets.astype(np.float64)
+        axis = self.class_axis % t.ndim if t.ndim > 1 else None
+        return t / self.var, tuple(k for k in range(t.ndim) if k != axis)
 
     def _constant(self, values: Values, information: float) -> dict[str, Array]:
         mean = values[self.mean]
@@ -97,34 +128,9 @@ class NormalMeanNegativeLogProbLoss(LocationLoss):
         return self._constant(values, 1 / self.var)
 
     def target_sums(
-        self, observed: Observed, gradients: Values, centre: Any = 0.0
+        self, values: Values, observed: Observed, gradients: Values, centre: Any = 0.0
     ) -> tuple[Any, ...]:
-        g, over = self._by_feature(observed)
-        g = g - centre
-        powers = (times(x, observed.weights) for x in (array_module(g).ones_like(g), g, g * g))
-        sums = [power.sum(axis=over).reshape(-1) for power in powers]
-        of_errors = gradients[self.mean].sum(axis=over, dtype=np.float64).reshape(-1)
-        of_feature = centre if isinstance(centre, float) else centre.reshape(-1)
-        of_targets = sums[1] + sums[0] * of_feature
-        return (sums[0].sum() / self.var**2, *sums, of_errors, of_targets)
-
-    def target_centre(self, observed: Observed) -> Any:
-        g, over = self._by_feature(observed)
-        xp = array_module(g)
-        weights = times(xp.ones_like(g), observed.weights)
-        weight, total = (x.sum(axis=over, keepdims=True) for x in (weights, weights * g))
-        low = xp.where(weights > 0, g, _FAR).min(axis=over, keepdims=True)
-        high = xp.where(weights > 0, g, -_FAR).max(axis=over, keepdims=True)
-        # Rounding may carry the mean of equal targets beyond them.
-        mean = xp.maximum(xp.minimum(total / xp.where(weight > 0, weight, 1), high), low)
-        return xp.where(weight > 0, mean, 0)
-
-    def _by_feature(self, observed: Observed) -> tuple[Array, tuple[int, ...]]:
-        """Return targets divided by the variance, and all their axes except the features' axis."""
-        assert observed.targets is not None, "observe has read the targets"
-        t = observed.targets.astype(np.float64)
-        axis = self.class_axis % t.ndim if t.ndim > 1 else None
-        return t / self.var, tuple(k for k in range(t.ndim) if k != axis)
+        return self.sums_of_errors(observed, gradients[self.mean], centre)
 
 
 class NormalMeanVarianceNegativeLogProbLoss(LocationLoss):

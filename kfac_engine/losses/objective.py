@@ -98,9 +98,13 @@ class Observation:
         return self.within(self.whole.positive())
 
 
-# Numbers of entries of ``Residuals.sums``: for a loss of probabilities, and for one whose
-# predictions have the unit of their targets. Other losses have two.
-_WITH_RATES, _WITH_UNITS = 6, 8
+# Numbers of entries of ``Residuals.sums``: for a loss of probabilities, and for squared and other
+# errors, whose predictions have the unit of their targets. Other losses have two.
+_WITH_RATES, _WITH_UNITS, _WITH_ERRORS = 6, 8, 11
+# Errors have outliers if their root mean square exceeds ``_OUTLIERS`` times their mean absolute
+# value, which is 1.25 for normal numbers and 1.41 for exponential ones, and ``_REST`` of the spread
+# of the targets.
+_OUTLIERS, _REST = 3.0, 0.5
 # Errors that spread this many times as far as the targets are far off.
 _FAR = 2.0
 # Rates of targets are far off if their cross-entropy exceeds their entropy by this part of it, and
@@ -155,7 +159,7 @@ class Residuals:
             if self.errors is not None:
                 self.errors.append(wide)
             observed = observed + squares.sum(dtype=np.float64)
-        sums = loss.target_sums(seen, gradients, *self.centres[number : number + 1])
+        sums = loss.target_sums(values, seen, gradients, *self.centres[number : number + 1])
         new = (observed, loss.expected_squares(values, weights), *sums)
         old = self.sums.get(key)
         self._known.clear()
@@ -188,16 +192,21 @@ class Residuals:
         return (observed / (expected + (expected == 0))) ** 0.5
 
     def noise(self) -> Any:
-        """Return the sum of squares of squared errors, divided by the one their loss expects.
+        """Return the mean product of an error and the gradient, relative to that of the loss.
 
-        Errors larger than those of the mean target are no noise: they count as the latter. The
-        noise is 1 without a loss whose predictions have the unit of their targets.
+        For squared errors, it is their mean divided by the variance of the loss. Errors larger than
+        those of the mean target are no noise: they count as the latter. The noise is 1 for errors
+        with outliers, and without a loss whose predictions have the unit of their targets.
         """
-        pairs = [
-            (np.minimum(*self._squares(key)), sums[1])
-            for key, sums in self.sums.items()
-            if len(sums) == _WITH_UNITS
-        ]
+        pairs = []
+        for key, sums in self.sums.items():
+            if len(sums) == _WITH_UNITS:
+                pairs.append((np.minimum(*self._squares(key)), sums[1]))
+            elif len(sums) == _WITH_ERRORS:
+                errors, deviations = self._squares(key)
+                share = np.minimum(deviations / np.where(errors > 0, errors, 1.0), 1.0) ** 0.5
+                noise = np.where(_has_outliers(sums), sums[2], share * sums[10])
+                pairs.append((noise, sums[2]))
         observed, expected = map(sum, zip(*pairs, strict=True)) if pairs else (1.0, 1.0)
         return observed / (expected + (expected == 0))
 
@@ -205,17 +214,26 @@ class Residuals:
         """Return the spread of the targets, for each loss whose predictions have the same unit.
 
         The spread is the root of the mean square of the deviations from the mean of the targets, or
-        from the predictions if that is larger.
+        from the predictions if that is larger. It is 1 for errors with outliers, unless the loss is
+        that of squared errors.
         """
-        return {
-            key[1]: np.sqrt(np.maximum(*self._squares(key)) / sums[2])
-            for key, sums in self.sums.items()
-            if len(sums) == _WITH_UNITS and (is_recorded(sums[2]) or sums[2] > 0)
-        }
+        spreads = dict[str, Any]()
+        for (number, name), sums in self.sums.items():
+            if len(sums) < _WITH_UNITS or not (is_recorded(sums[2]) or sums[2] > 0):
+                continue
+            squares = np.maximum(*self._squares((number, name)))
+            if len(sums) == _WITH_ERRORS:
+                squares = np.where(_has_outliers(sums), sums[2], squares)
+            spreads[name] = np.sqrt(squares / sums[2])
+        return spreads
 
     def misfits(self) -> dict[str, "Misfit"]:
         """Return how far predictions are off, by the first input of losses that can tell."""
-        misfit_by_sums = {_WITH_RATES: _misfit_of_rates, _WITH_UNITS: _misfit_of_units}
+        misfit_by_sums = {
+            _WITH_RATES: _misfit_of_rates,
+            _WITH_UNITS: _misfit_of_units,
+            _WITH_ERRORS: _misfit_of_errors,
+        }
         return {
             name: misfit_by_sums[len(sums)](sums)
             for (_, name), sums in self.sums.items()
@@ -223,12 +241,14 @@ class Residuals:
         }
 
     def _squares(self, key: tuple[int, str]) -> tuple[Any, Any]:
-        """Return the sum of the squared gradients of a loss, and the expected one."""
+        """Return the sum of the squared gradients of a loss, or errors, and the expected one."""
         if key not in self._known:
             observed, expected, *of_targets = self.sums[key]
-            if len(of_targets) + 2 == _WITH_UNITS:
+            if len(of_targets) + 2 >= _WITH_UNITS:
                 deviations, differ = _deviations(of_targets[1:])
                 expected = np.where(differ, deviations, expected)
+            if len(of_targets) + 2 == _WITH_ERRORS:
+                observed = of_targets[6]
             self._known[key] = observed, expected
         return self._known[key]
 
@@ -280,6 +300,21 @@ def _misfit_of_units(sums: tuple[Any, ...]) -> Misfit:
     is_wide = spread > _FAR
     is_far = np.logical_or(is_wide, offset > _FAR)
     return Misfit(spread, is_wide, is_far, means * variance, targets / weight * variance)
+
+
+def _misfit_of_errors(sums: tuple[Any, ...]) -> Misfit:
+    """Return the misfit of a loss that is not one of squared errors; none with outliers."""
+    misfit = _misfit_of_units((sums[8], *sums[1:8]))
+    tame = np.logical_not(_has_outliers(sums))
+    return misfit._replace(
+        is_wide=np.logical_and(misfit.is_wide, tame), is_far=np.logical_and(misfit.is_far, tame)
+    )
+
+
+def _has_outliers(sums: tuple[Any, ...]) -> Any:
+    weight, squares, absolute, (deviations, _) = sums[2], *sums[8:10], _deviations(sums[3:8])
+    is_uneven = squares * weight > (_OUTLIERS * absolute) ** 2
+    return np.logical_and(is_uneven, squares > _REST**2 * deviations)
 
 
 def _added(one: Any, other: Any) -> Any:

@@ -7,7 +7,7 @@ second derivative of the loss is zero for large errors: curvature matrices are F
 
 from collections.abc import Mapping
 from math import erf, exp, log, pi, sqrt
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 from scipy import special
@@ -19,6 +19,7 @@ from kfac_engine.errors import InputError
 from kfac_engine.losses.base import ElementwiseLoss
 from kfac_engine.losses.checks import first_index
 from kfac_engine.losses.normal import LocationLoss
+from kfac_engine.losses.observed import Observed, times
 
 # Least probability that is drawn; it is a number of single precision, for files.
 _TINY = 1e-30
@@ -27,7 +28,21 @@ _TINY = 1e-30
 STIRLING = (1 / 1188, -1 / 1680, 1 / 1260, -1 / 360, 1 / 12)
 
 
-class LaplaceNegativeLogProbLoss(LocationLoss):
+class OutlierLoss(LocationLoss):
+    """A distribution of errors, of which the gradients of far errors say the sign only."""
+
+    def target_sums(
+        self, values: Values, observed: Observed, gradients: Values, centre: Any = 0.0
+    ) -> tuple[Any, ...]:
+        targets = observed.targets
+        assert targets is not None, "observe has read the targets"
+        errors, g = self.errors(values, targets), self.gradient_of(values, targets)[self.mean]
+        sums = self.sums_of_errors(observed, times(errors, observed.weights), centre)
+        products = (times(x, observed.weights) for x in (errors * errors, abs(errors), errors * g))
+        return (*sums, *(product.sum(dtype=np.float64) for product in products))
+
+
+class LaplaceNegativeLogProbLoss(OutlierLoss):
     """Laplace distribution with mean m and scale b: ``|t − m|/b + log 2b`` for a target t.
 
     For b = 1, the loss is the absolute error plus a constant. The Fisher information is ``1/b²``.
@@ -79,7 +94,7 @@ class LaplaceNegativeLogProbLoss(LocationLoss):
         return {self.mean: 0 * v[self.mean]}
 
 
-class HuberNegativeLogProbLoss(LocationLoss):
+class HuberNegativeLogProbLoss(OutlierLoss):
     """Huber distribution: ``e²/2`` for errors ``|e| ≤ δ``, ``δ(|e| − δ/2)`` for others, plus log Z.
 
     The Fisher information is the probability of an error within δ.

@@ -22,6 +22,7 @@ from kfac_engine.backend.protocol import ManyArrays
 from kfac_engine.curvature.blocks.base import FisherBlock, uses
 from kfac_engine.engine.engine import Engine
 from kfac_engine.losses.normal import NormalMeanNegativeLogProbLoss
+from kfac_engine.losses.outliers import OutlierLoss
 from kfac_engine.training.average_span import AverageSpan
 from kfac_engine.training.feature_bounds import (
     POWERS,
@@ -957,7 +958,7 @@ def adaptive_lengths(
     by_adam = {name: value for name, value in values.items() if name not in units.weights}
     of_logits = rates_of_logits(engine, heads)
     terms = engine.objective.terms
-    means = {t.mean for t in terms if isinstance(t, NormalMeanNegativeLogProbLoss)}
+    means = {t.mean for t in terms if isinstance(t, (NormalMeanNegativeLogProbLoss, OutlierLoss))}
     intercepts = {name for name, p in predictions.items() if p.bias and p.loss in means}
     numbers = joined_by_blocks(engine, units)
     span = AverageSpan(AVERAGE) if momentum is None and roots else None

@@ -163,12 +163,35 @@ def test_an_output_of_one_number_is_one_feature(kind):
 
 
 def test_two_losses_on_one_output_have_sums_of_their_own():
-    """Closed form: the squares of both losses together."""
-    terms = [loss.on("z", targets="t") for loss in (ke.Normal(), ke.L1(), ke.Normal(var=7.0))]
+    """Closed form: the squares of all losses together."""
+    kinds = (ke.Normal(), ke.MultiBernoulli(), ke.Normal(var=7.0))
+    terms = [loss.on("z", targets="t") for loss in kinds]
     losses = tuple(RegisteredLoss(str(i), term) for i, term in enumerate(terms))
     residuals = Residuals()
-    Objective(losses, "sum").value_and_cotangents({"z": Z, "t": MEANS}, residuals=residuals)
-    errors, deviations = ((MEANS - p) ** 2 for p in (Z, MEANS.mean(axis=0)))
-    both = 1 / 0.5**2 + 1 / 7.0**2
-    ratio = (both * errors.sum() + N * D) / (both * deviations.sum() + N * D)
+    Objective(losses, "sum").value_and_cotangents({"z": Z, "t": BITS}, residuals=residuals)
+    errors, deviations = ((BITS - p) ** 2 for p in (Z, BITS.mean(axis=0)))
+    both, of_bits = 1 / 0.5**2 + 1 / 7.0**2, ((1 / (1 + np.exp(-Z)) - BITS) ** 2).sum()
+    ratio = (both * errors.sum() + of_bits) / (both * deviations.sum() + N * D / 4)
     assert residuals.size() == pytest.approx(ratio**0.5, rel=1e-9)
+
+
+@every_kind
+@pytest.mark.parametrize("outlier", [0.0, 1e6])
+@pytest.mark.parametrize("delta", [None, 1.0, 0.3])
+def test_other_errors_have_the_unit_of_the_targets(delta, outlier, kind):
+    """Closed form: squared errors, and products with gradients; outliers leave the unit at 1."""
+    targets, w = MEANS.copy(), KINDS[kind](MEANS)
+    targets[np.argmax((OF_EXAMPLES > 0) & (OF_TARGETS[:, 1] > 0)), 1] += outlier
+    full = np.ones((N, D)) if w is None else np.broadcast_to(w.reshape(N, -1), (N, D)) * 1.0
+    errors, total = Z - targets, full.sum()
+    means = (full * targets).sum(axis=0) / full.sum(axis=0)
+    squares, deviations = ((full * e**2).sum() for e in (errors, targets - means))
+    loss = ke.L1() if delta is None else ke.Huber(delta=delta)
+    gradients = np.sign(errors) if delta is None else np.clip(errors, -delta, delta)
+    size = np.sqrt(squares / deviations)
+    if outlier:
+        expected = [size, 1.0, 1.0]
+    else:
+        noise = (full * errors * gradients).sum() / total * min(1.0, 1 / size)
+        expected = [size, np.sqrt(max(squares, deviations) / total), noise]
+    np.testing.assert_allclose(measured(loss, (Z, targets, w)), expected, rtol=1e-9)

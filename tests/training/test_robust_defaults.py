@@ -76,17 +76,27 @@ OTHER_UNITS = {
 }
 
 
-@pytest.mark.parametrize("unit", OTHER_UNITS)
-def test_functions_are_learned_in_any_unit(unit):
-    """The truth: the targets of rows that are held out."""
+@pytest.mark.parametrize(
+    ("unit", "loss", "outliers"),
+    [
+        *((unit, "normal", 0) for unit in OTHER_UNITS),
+        *((unit, loss, 0) for unit in ("small targets", "targets far from zero")
+          for loss in ("l1", "huber")),
+        ("targets far from zero", "l1", 40),
+        ("targets far from zero", "huber", 40),
+    ],
+)  # fmt: skip
+def test_functions_are_learned_in_any_unit(unit, loss, outliers):
+    """The truth: the targets of rows that are held out, of which none is an outlier."""
     scale, centre, of_targets, mean = OTHER_UNITS[unit]
     rng = np.random.default_rng(0)
     z = rng.uniform(-1, 1, (2000, 4))
     y = np.stack([np.sin(3 * z[:, 0]) + z[:, 1], z[:, 2] * z[:, 3] - z[:, 0]], axis=1)
     x = (scale * z + centre).astype(np.float32)
     y = (of_targets * y + mean).astype(np.float32)
+    y[:outliers] += 1000 * rng.standard_normal((outliers, 2)).astype(np.float32)
     model = models.perceptron((4, 32, 32, 2), "Relu", 0)
-    engine = ke.Engine.from_onnx(model.data, loss="normal", threads=1, seed=0)
+    engine = ke.Engine.from_onnx(model.data, loss=loss, threads=1, seed=0)
     ke.fit(engine, (x[:1600], y[:1600]), batch_size=64, steps=100, seed=0)
     errors = ((engine.predict(x[1600:]) - y[1600:]) ** 2).mean()
     assert errors < 0.6 * y[1600:].var(axis=0).mean()

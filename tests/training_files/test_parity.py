@@ -139,6 +139,8 @@ OPTIONS = {
     "ignored means": ("dense", ke.Normal(ignore_index=1), features),
     "absolute errors": ("dense", ke.L1(), features),
     "errors with outliers": ("dense", ke.Huber(), counts),
+    "absolute errors far from zero": ("mlp", ke.L1(), normal(1.0, 9.0)),
+    "small errors with outliers": ("mlp", ke.Huber(), normal(0.02)),
     "few outliers": ("dense", ke.Huber(delta=3.0), counts),
 }  # fmt: skip
 
