@@ -60,8 +60,8 @@ class GaussNewtonUpdate(Update):
     """``φ = argmin ½‖R φ − ρ‖² + ½ λ‖φ − μ φ′‖²_D``, ``θ ← θ − η φ``, for the last update φ′.
 
     R and ρ are those of ``SampleSpace``. D is diagonal (``_damping_scale``). For ``D = I`` and
-    ``c = μ φ′``, the minimum is ``c + Rᵀ (R Rᵀ + λI)⁻¹ (ρ − R c)``. With ``l2``, λ contains it, and
-    ``c = (1 − l2/λ D⁻¹) μ φ′ + l2/λ D⁻¹ θ``, where negative factors of φ′ count as zero.
+    ``c = μ φ′``, the minimum is ``c + Rᵀ (R Rᵀ + λI)⁻¹ (ρ − R c)``. With ``l2``, λ contains it,
+    ``λ D`` is at least ``l2``, and ``c = (1 − l2/λ D⁻¹) μ φ′ + l2/λ D⁻¹ θ``.
 
     At most 256 rows are solved by one decomposition. For more rows, conjugate gradients minimize
     over φ. The matrix of 256 rows, which differ between steps, preconditions them. They end with an
@@ -191,7 +191,9 @@ class _Equations:
             if not any(bool(array.any()) for array in step.slots["momentum"].values()):
                 space.check(self._rows)
             matrix, places = self._rows.matrix, self._rows.places
-            self._roots = np.sqrt(_damping_scale(self._rows, scales=scales))
+            # No damping of the step is below l2: λ does not fall between tries.
+            scale = _damping_scale(self._rows, scales=scales)
+            self._roots = np.sqrt(np.maximum(scale, min(step.l2 / step.damping, 1.0)))
             np.divide(matrix, self._roots[places], out=matrix)
             self._products = self._rows.gram()
         self._whole = len(self._rows.matrix) == space.rows
@@ -236,7 +238,7 @@ class _Equations:
         step, previous, centre = self._step, self._step.slots["momentum"], None
         part = step.l2 / (damping * self._roots**2)
         if momentum > 0 and any(bool(array.any()) for array in previous.values()):
-            centre = np.maximum(1 - part, 0) * momentum * self._space.flat(previous) * self._roots
+            centre = (1 - part) * momentum * self._space.flat(previous) * self._roots
         if step.l2:
             pull = part * self._space.flat(step.parameters) * self._roots
             centre = pull if centre is None else centre + pull

@@ -341,12 +341,12 @@ def test_the_damping_of_an_equation_has_the_scale_of_the_fisher_matrix(n, tmp_pa
         R, rho = np.concatenate(R), np.concatenate(rho)
         sample = optimizer.engine.passes.sample_space([(inputs, None)]).sampled(step)
         squares = ((sample.scales[:, None] * R[sample.numbers]) ** 2).sum(axis=0)
-        D = np.sqrt(np.maximum(squares / squares.mean(), 1e-3))
+        D = np.maximum(np.sqrt(np.maximum(squares / squares.mean(), 1e-3)), l2 / optimizer.damping)
         assert D.max() > 3 * D.min()
         theta = flat(optimizer.engine.parameters, names)
         report = optimizer.step(inputs)
         damping = report.damping * D
-        near = np.maximum(damping - l2, 0) * report.momentum * last
+        near = (damping - l2) * report.momentum * last
         right = R.T @ rho + l2 * theta + near
         best = np.linalg.solve(R.T @ R + np.diag(damping), right)
         last = theta - flat(optimizer.engine.parameters, names)
