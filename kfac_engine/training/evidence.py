@@ -421,6 +421,8 @@ def shrinkage_by_evidence(
     squared, classes = (
         all(isinstance(loss, kinds) for loss in objective.terms) for kinds in (_SQUARED, _CLASSES)
     )
+    # The errors of smoothed targets do not tell the classes.
+    classes = classes and not any(getattr(loss, "label_smoothing", 0) for loss in objective.terms)
     parameters = engine.parameters
     sides = {name: w.matrices(parameters[name]).shape[1] for name, w in weights.items()}
     return ShrinkageByEvidence(blocks, weights, sides, columns, features, squared, classes, damps)

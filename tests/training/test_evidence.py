@@ -580,3 +580,11 @@ def test_a_saved_run_continues_with_equal_bits(tmp_path):
     trained(resumed, 4, start=2)
     np.testing.assert_array_equal(precisions(resumed), precisions(whole))
     assert_arrays_equal(resumed.engine.parameters, whole.engine.parameters)
+
+
+@pytest.mark.parametrize(("smoothing", "tells"), [(0.0, True), (0.1, False)])
+def test_errors_of_smoothed_targets_do_not_tell_the_classes(smoothing, tells):
+    loss = ke.Categorical(label_smoothing=smoothing)
+    model = models.perceptron((4, 8, 3), "Relu", 0)
+    engine = ke.Engine.from_onnx(model.data, loss=loss, threads=1)
+    assert ke.KfacOptimizer(engine)._shrinkage.classes == tells
