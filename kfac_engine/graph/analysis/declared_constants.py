@@ -58,10 +58,11 @@ def declared_constants(model: "ModelProto", constants: Mapping[str, Array]) -> d
         origins = dict(_entries(model.graph, _SOURCES))
         # A number that the exporter computes from a parameter has an origin. A number without one
         # is written in the code, such as the zero of torch.zeros.
+        known = kinds.keys() | origins.keys()
         reasons |= {
             name: _REASONS["CONSTANT_TENSOR"]
             for name, array in constants.items()
-            if not array.ndim and name not in {*kinds, *origins} and is_computed(name)
+            if not array.ndim and name not in known and is_computed(name)
         }
         for name, sources in origins.items():
             listed = re.findall(r"'([^']*)'", sources)

@@ -125,7 +125,8 @@ def _unread(graph: "GraphProto") -> Iterator[str]:
     The newer exporter gives all readers of one example tensor the same input.
     """
     read = {entry.name for entry in graph.output}.union(*map(reads, graph.node))
-    forms = {entry.name: _form(entry) for entry in graph.input}
+    stored = {tensor.name for tensor in graph.initializer}
+    forms = {entry.name: _form(entry) for entry in graph.input if entry.name not in stored}
     read_forms = {form for name, form in forms.items() if name in read}
     yield from (name for name, form in forms.items() if name not in read and form in read_forms)
 
