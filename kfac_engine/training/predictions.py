@@ -1,6 +1,6 @@
 """Finds the layers that compute predictions: their updates have the unit of the targets."""
 
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from math import inf, sqrt
 from typing import Any, NamedTuple
 
@@ -12,7 +12,7 @@ from kfac_engine.backend.namespace import array_module, is_recorded
 from kfac_engine.curvature.blocks.base import uses
 from kfac_engine.engine.engine import Engine
 from kfac_engine.engine.report import LayerReport
-from kfac_engine.graph.structure import RELAYS, Graph, Node
+from kfac_engine.graph.structure import RELAYS, Fact, Graph, Node
 from kfac_engine.training.feature_bounds import model_of
 from kfac_engine.training.kfac_updates import Correction
 from kfac_engine.training.vectors import Vector
@@ -62,7 +62,9 @@ class _Addend(NamedTuple):
 
     factor: Array  # c, one number or one for each feature
     layer: LayerReport | None = None  # with a ``shift``, o is the bias
-    is_known: bool = True  # False if o is another value
+    # Whether o is the outputs of the layer, or 1, and is read in the sum only.
+    is_known: bool = True
+    along: bool = True  # whether the last axis of the outputs is that of the predictions
 
 
 def predictions_of(engine: Engine) -> dict[str, Prediction]:
@@ -80,7 +82,7 @@ def predictions_of(engine: Engine) -> dict[str, Prediction]:
     }
     parameters = engine.parameters
     for loss, shape in shapes.items():
-        features = shape[-1:] if len(shape) > 1 else (1,)
+        features = _features(shape)
         addends = [*_addends(engine, loss, features, parameters)]
         offset = sum((a.factor for a in addends if a.is_known and a.layer is None), 0 * _ONE)
         weights = None
@@ -89,13 +91,13 @@ def predictions_of(engine: Engine) -> dict[str, Prediction]:
             weights = frozenset(layer.parameters[0] for layer in layers)
         biases = _biases(addends, features, parameters) if loss in along_last else {}
         corrected = next((name for name, factor in biases.items() if factor.all()), None)
-        for factor, layer, _ in addends:
+        for factor, layer, *_ in addends:
             scale = sqrt(np.mean(factor**2))
             for name in layer.parameters if layer and scale else ():
                 if name in parameters and parameters[name].size:
                     c = biases[name] if name == corrected else inf * _ONE
                     bias = Bias(c, offset) if corrected and name in biases else None
-                    predictions[name] = Prediction(loss, scale, weights, bias)
+                    predictions.setdefault(name, Prediction(loss, scale, weights, bias))
     return predictions
 
 
@@ -104,10 +106,11 @@ def _biases(
 ) -> dict[str, Array]:
     """Return the factor of each bias of a shape, which is a sum over the layer's uses."""
     factors = dict[str, Array]()
-    for factor, layer, is_known in addends:
-        first = {"fully_connected": 1, "shift": 0}.get(layer.kind) if layer and is_known else None
+    for factor, layer, is_known, along in addends:
+        first = {"fully_connected": 1, "shift": 0}.get(layer.kind) if layer else None
         for name in layer.parameters[first:] if layer and first is not None else ():
-            if name in parameters and parameters[name].shape == shape:
+            fits = is_known and along and name in parameters and parameters[name].shape == shape
+            if fits:
                 factors[name] = factors.get(name, 0.0) + factor
     return factors
 
@@ -116,7 +119,7 @@ def _addends(
     engine: Engine, loss: str, features: tuple[int, ...], parameters: Vector
 ) -> Iterator[_Addend]:
     """Yield the addends of the predictions that are an input of a loss."""
-    graph = model_of(engine).graph
+    graph, facts = model_of(engine).graph, model_of(engine).facts
     layers = {output: layer for layer in engine.layers for output in uses(layer.outputs)}
 
     def constant(name: str) -> Array | None:
@@ -128,17 +131,57 @@ def _addends(
             return None
         return value.reshape(-1).astype(np.float64)
 
-    factors = {loss: _ONE}
+    factors, moved, inside = {loss: _ONE}, set[str](), set[int]()
+    others = {name for name in engine.objective.inputs if name != loss}
+    readers = _readers(graph, engine.objective.inputs)
     for node in reversed(graph.nodes):
         for output in factors.keys() & node.outputs:
             factor, layer = factors.pop(output), layers.get(output)
+            inside.add(id(node))
+            is_known = output not in others and readers.get(output, set()) <= inside
             if layer is not None:
-                yield _Addend(factor, layer, layer.kind != "shift" or node.op in _SHIFTS)
-            for name, c in _linear(node, constant) if layer is None else _data(node, layer, graph):
+                along = layer.kind != "shift" or node.op in _SHIFTS
+                yield _Addend(factor, layer, is_known, along and output not in moved)
+                terms = _data(node, layer, graph)
+            else:
+                terms = _linear(node, constant)
+            if not is_known:
+                terms = [("", _ONE)]
+            elif output in moved or _moves(node, facts):
+                factor = np.sqrt(np.mean(factor**2, keepdims=True))
+                moved.update(name for name, _ in terms)
+            for name, c in terms:
                 factors[name] = factors.get(name, 0.0) + factor * c
     for name, factor in factors.items():
         number = constant(name)
-        yield _Addend(factor if number is None else factor * number, None, number is not None)
+        is_known = number is not None and (number.size == 1 or name not in moved)
+        yield _Addend(factor if number is None else factor * number, None, is_known)
+
+
+def _readers(graph: Graph, results: Iterable[str]) -> dict[str, set[int]]:
+    """Return the nodes that read each value, by ``id``, of those on which results depend."""
+    needed, readers = set(results), dict[str, set[int]]()
+    for node in reversed(graph.nodes):
+        if not needed.isdisjoint(node.outputs):
+            for name in (*node.inputs, *node.captures):
+                needed.add(name)
+                readers.setdefault(name, set()).add(id(node))
+    return readers
+
+
+def _moves(node: Node, facts: Mapping[str, Fact]) -> bool:
+    """Return whether the last axis of a view is not that of its operand."""
+    if node.qualified_op not in RELAYS:
+        return False
+    before, after = (facts[name].shape for name in (node.inputs[0], node.outputs[0]))
+    if node.op == "Transpose":
+        permutation: Any = node.attributes.get("perm", range(len(before))[::-1])
+        return [*permutation][-1:] != [len(before) - 1]
+    return _features(before) != _features(after)
+
+
+def _features(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return shape[-1:] if len(shape) > 1 else (1,)
 
 
 def _data(node: Node, layer: LayerReport, graph: Graph) -> list[tuple[str, Array]]:

@@ -37,16 +37,20 @@ def wide_heads(engine: Engine, predictions: Mapping[str, Prediction]) -> dict[st
 
     Tables that embed tokens, too, are left out. Weights have the names of their blocks.
     """
-    terms, heads = engine.objective.terms, dict[str, int]()
-    logits = {t.inputs[0] for t in terms if isinstance(t, CategoricalLogitsNegativeLogProbLoss)}
+    facts, heads = model_of(engine).facts, dict[str, int]()
+    logits = {
+        term.inputs[0]: facts[term.inputs[0]].shape[term.class_axis]
+        for term in engine.objective.terms
+        if isinstance(term, CategoricalLogitsNegativeLogProbLoss)
+    }
     for layer in engine.layers:
         name, packing = uses(layer.key)[0], engine.collection.fisher_blocks[layer.key].packing
         prediction = predictions.get(layer.parameters[0])
         if layer.kind in BY_ADAM or prediction is None or prediction.loss not in logits:
             continue
         assert packing is not None, "a layer that is not in BY_ADAM has a matrix"
-        inputs, classes = packing.matrix_shape(engine.collection.require_shape(name))
-        if classes > _MOST_CLASSES:
+        inputs, outputs = packing.matrix_shape(engine.collection.require_shape(name))
+        if outputs == logits[prediction.loss] > _MOST_CLASSES:
             heads[name] = inputs - packing.has_bias
     return heads
 

@@ -344,6 +344,11 @@ SUMS = {
         "p = MatMul (x, u) h = Tanh (x) q = MatMul (h, v) s = Add (p, q) y = Add (b, s)", True
     ),
     "an input": ("p = MatMul (x, u) o = Add (p, b) y = Add (o, x)", False),
+    # A correction of o would change the other addend, too.
+    "a layer and a function of it": (
+        "p = MatMul (x, u) o = Add (p, b) h = Tanh (o) q = MatMul (h, v) r = Add (q, d) "
+        "y = Add (o, r)", False,
+    ),
     "a product of layers": (
         "p = MatMul (x, u) q = MatMul (x, v) m = Mul (p, q) y = Add (m, b)", False
     ),
@@ -430,6 +435,7 @@ def test_a_first_step_brings_probabilities_to_the_rates_of_their_targets(case, s
 # Predictions whose features are not those of the layer, and the axis of the classes.
 OTHER_FEATURES = {
     "another axis": ("y = Identity (z)", "n,3,3", 1),
+    "transposed": ("y = Transpose <perm = [0, 2, 1]> (z)", "n,3,3", -1),
     "reshaped": ("shape = Constant <value_ints = [-1, 9]> () y = Reshape (z, shape)", "n,9", -1),
 }
 
