@@ -201,7 +201,7 @@ class _Equations:
         self.promised = 0.0
 
     def missed(self, damping: float) -> float:
-        """Return what was promised, if a damping exceeds the mean eigenvalue of R D⁻¹ Rᵀ."""
+        """Return ``promised`` if a damping exceeds the mean eigenvalue of R D⁻¹ Rᵀ, else 0."""
         return self.promised if damping > np.diagonal(self._products).mean() else 0.0
 
     def solved(self, damping: float, momentum: float) -> _Trial | None:

@@ -719,7 +719,7 @@ class KfacOptimizer(Optimizer):
         return basis, {name: in_file[name] for name in self._names if name in in_file}
 
     def _judged(self, move: Move, basis: Basis) -> tuple[Move, Basis]:
-        """Return the move of an exact step, and the basis of the step that follows it."""
+        """Return the change of an exact step, undone if its trial fails, and the next basis."""
         repeated = basis.repeated
         if repeated.refused:  # a failed trial: back to the start of the exact steps
             move = move._replace(values=self._lengths.kept(self._slots, self._parameters()))

@@ -30,7 +30,7 @@ class Bias(NamedTuple):
     offset: Array  # d, the sum of the constants
 
     def corrected(self, value: Array, correction: Correction, replaced: Any) -> Array:
-        """Return the corrected bias; ``replaced`` says whether its old value has no effect."""
+        """Return the corrected bias: its value shifted, or another value if it is ``replaced``."""
         xp = array_module(value)
         shift, centre, factor, offset = (
             xp.asarray(array, value.dtype)
@@ -44,7 +44,7 @@ class Bias(NamedTuple):
 
 
 class Prediction(NamedTuple):
-    """How the outputs o of a parameter's layer enter predictions ``Σ c o + d``."""
+    """How a layer's outputs o enter predictions ``Σ c o + d``, a sum over layers."""
 
     loss: str  # the loss's input that has the predictions
     scale: float  # root mean square of c
@@ -58,7 +58,7 @@ class Prediction(NamedTuple):
 
 
 class _Addend(NamedTuple):
-    """An addend ``c o``; o is 1 without a layer."""
+    """An addend ``c o`` of predictions: a layer's outputs o, or 1 for a constant, times c."""
 
     factor: Array  # c, one number or one for each feature
     layer: LayerReport | None = None  # with a ``shift``, o is the bias
@@ -159,7 +159,7 @@ def _addends(
 
 
 def _readers(graph: Graph, results: Iterable[str]) -> dict[str, set[int]]:
-    """Return the nodes that read each value, by ``id``, of those on which results depend."""
+    """Return, for each value, the ``id`` of each node that reads it and that ``results`` need."""
     needed, readers = set(results), dict[str, set[int]]()
     for node in reversed(graph.nodes):
         if not needed.isdisjoint(node.outputs):
@@ -170,7 +170,7 @@ def _readers(graph: Graph, results: Iterable[str]) -> dict[str, set[int]]:
 
 
 def _moves(node: Node, facts: Mapping[str, Fact]) -> bool:
-    """Return whether the last axis of a view is not that of its operand."""
+    """Return whether a node is a view, such as a Transpose, with another last axis."""
     if node.qualified_op not in RELAYS:
         return False
     before, after = (facts[name].shape for name in (node.inputs[0], node.outputs[0]))

@@ -191,7 +191,7 @@ def _addresses(stack: Array) -> list[int]:
 
 @lru_cache(maxsize=1024)
 def integer(value: int) -> Any:
-    """Return a reference to an integer of BLAS, which reads scalars by address."""
+    """Return a pointer to an integer, as routines of BLAS take their sizes."""
     assert value <= _LARGEST, f"{value} exceeds the largest integer of BLAS, {_LARGEST}"
     return ctypes.byref(_INTEGER(value))
 
@@ -226,7 +226,7 @@ _REAL = {"f": ctypes.c_float, "d": ctypes.c_double}
 
 
 def lapack(matrix: Array, *names: str) -> int:
-    """Call routines of LAPACK on a lower triangle, one after the other, until one of them fails.
+    """Call LAPACK routines in turn on the lower triangle of a matrix; stop at the first failure.
 
     Elements of the matrix, float64, are adjacent in each row. The result is zero or a code of:
 
