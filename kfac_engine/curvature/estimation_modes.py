@@ -105,11 +105,12 @@ def _sampled_gradients(
     for loss, draw in _with_draws(losses, draws):
         term = loss.function
         if draw is None:
-            targets = term.sample(values, generator_of(rng, loss.name))
+            gradient = term.sampled_gradient(values, generator_of(rng, loss.name))
         else:
             targets = array_module(values[term.inputs[0]]).asarray(draw)
             term.check_target_array(values, targets)
-        _add(source, term.gradient_of(values, targets), sqrt(loss.coefficient))
+            gradient = term.gradient_of(values, targets)
+        _add(source, gradient, sqrt(loss.coefficient))
     yield source
 
 

@@ -265,10 +265,14 @@ def _describe_model(fisher: Fisher, assembly: Assembly) -> None:
 
 def _mode(chosen: str, task: Task, *, trains: bool) -> str:
     """Return the estimation mode, after checks; see ``build``."""
-    in_file = any(isinstance(head.loss, OutputLoss) for head in task.heads)
-    mode = "empirical" if trains and in_file and chosen == "gradients" else chosen
-    check_mode(mode, task.heads, task.batch)
-    return mode
+    in_file = [head.loss for head in task.heads if isinstance(head.loss, OutputLoss)]
+    if chosen == "gradients" and in_file:
+        if not trains:
+            raise in_file[0].without_distribution()
+        if len(in_file) == len(task.heads):  # the same matrix by one backward pass
+            chosen = "empirical"
+    check_mode(chosen, task.heads, task.batch)
+    return chosen
 
 
 def _values_of_losses(model: OnnxModel, objective: Objective) -> list[set[str]]:

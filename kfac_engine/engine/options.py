@@ -76,8 +76,8 @@ class EngineOptions:
         damping: Damping λ > 0, added to the Fisher matrix.
         ema_decay: Decay of the moving averages, in [0, 1).
         estimation_mode: Estimation mode of the Fisher matrix. ``"gradients"`` samples targets from
-            the model, and is ``"empirical"`` with a loss that the file computes for each example,
-            which has no distribution of targets.
+            the model. A loss that the file computes for each example has no distribution of
+            targets; its part of the matrix is that of ``"empirical"``.
         exps: Powers of the Fisher matrix to precondition with. ``step`` uses the first.
         compute_cholesky: Store Cholesky factors for ``multiply_cholesky``.
         compute_cholesky_inverse: Store inverse factors for ``multiply_cholesky_inverse``.

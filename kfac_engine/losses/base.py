@@ -148,6 +148,10 @@ class LossFunction(ABC):
         missing. Each process receives the numbers of its examples.
         """
 
+    def sampled_gradient(self, values: Values, rng: np.random.Generator) -> dict[str, Array]:
+        """Return the gradient of every example at drawn targets, in the shape of each input."""
+        return self.gradient_of(values, self.sample(values, rng))
+
     @abstractmethod
     def fisher(self, values: Values, v: Mapping[str, Array]) -> dict[str, Array]:
         """Return ``F v`` for every example, in the shape of each input."""

@@ -21,8 +21,10 @@ from kfac_engine.losses.observed import Observed
 class OutputLoss(LossWithoutProducts):
     """The sum of the entries of an output; it has no targets and no distribution.
 
-    The mode ``empirical`` estimates its curvature from the gradients of single examples. All other
-    modes need a distribution of targets. The arguments of a loss after ``output`` are not used.
+    The mode ``empirical`` estimates its curvature from the gradients of single examples. The mode
+    ``gradients`` gives each entry's gradient a random sign, which leaves this estimate as it is and
+    makes it independent of the other losses' samples. All other modes need a distribution of
+    targets. The arguments of a loss after ``output`` are not used.
     """
 
     min_rank: ClassVar[int] = 0
@@ -74,11 +76,20 @@ class OutputLoss(LossWithoutProducts):
     def hessian(self, values: Values, v: Mapping[str, Array]) -> dict[str, Array]:
         return {name: array_module(array).zeros_like(array) for name, array in v.items()}
 
+    def sampled_gradient(self, values: Values, rng: np.random.Generator) -> dict[str, Array]:
+        array = values[self.inputs[0]]
+        signs = rng.integers(0, 2, array.shape) * 2 - 1
+        return {self.inputs[0]: array_module(array).asarray(signs, dtype=array.dtype)}
+
     def sample(self, values: Values, rng: np.random.Generator) -> Array:
         self._refuse()
 
     def _refuse(self) -> NoReturn:
-        raise UnsupportedError(
+        raise self.without_distribution()
+
+    def without_distribution(self) -> UnsupportedError:
+        """Return the error of a method that needs a distribution of targets."""
+        return UnsupportedError(
             f"the loss is the output '{self.inputs[0]}' of the file, which has no distribution of "
             f"targets. Choose estimation_mode 'empirical' for an output with a number for each "
             f"example, or an optimizer without curvature, such as 'adamw'."

@@ -415,6 +415,27 @@ def test_numbers_of_examples_have_an_empirical_fisher_matrix():
         ke.curvature(file, (inputs, None), loss="output", fisher="sampled", sample_inputs=inputs)
 
 
+def test_a_loss_in_the_file_beside_another_loss_adds_its_empirical_fisher_matrix():
+    """Closed form: that of squared errors is twice the identity; the mean of s sᵀ is added."""
+    nodes = "y = MatMul(x, W) d = Sub(y, label) a = Abs(d) each = ReduceSum<keepdims=0>(a, one)"
+    file = parsed(
+        f"file ({REAL}) => (double[n,4] y, double[n] each) {{ {nodes} }}",
+        {"W": np.random.default_rng(0).standard_normal((D, C)), "one": np.array([1])},
+    )
+    x, labels = batch(REAL, n=4000)
+    inputs = {"x": x, "label": labels}
+    losses = {"y": "normal", "each": loss_named("output", weight=2)}
+    engine = ke.Engine.from_onnx(file, loss=losses, sample_inputs=inputs, threads=1)
+    engine.observe(inputs)  # the labels are an input, and no loss needs targets here
+    signs = np.sign(x @ engine.parameters["W"] - labels)
+    outer = engine.estimator.factors[1].cov
+    expected = 2 * np.eye(C) + 2 * signs.T @ signs / 4000
+    np.testing.assert_allclose(outer, expected, atol=0.15)  # 4,000 draws: about 0.03
+    assert abs(expected - 2 * np.eye(C)).max() > 1
+    with pytest.raises(ke.UnsupportedError, match="no distribution of targets"):
+        ke.curvature(file, (inputs, labels), loss=losses, fisher="sampled", sample_inputs=inputs)
+
+
 def test_exported_gradients_of_a_loss_in_the_file_need_no_loss():
     with pytest.raises(ke.UnsupportedError, match="differentiate without a loss"):
         ke.differentiate(model(FLAT, cross_entropy()), loss="output")
