@@ -273,13 +273,13 @@ class LossFunction(ABC):
         Returns:
             For a loss of independent probabilities, with weights w of the targets: for each
             feature the number of targets that count, and the sums of w, of the ``gradients`` and of
-            the targets times w. For predictions that have the unit of their targets: the sum of
-            ``w g²`` if all predictions are off by 1, where g is the gradient of the loss; for each
-            feature the sums of w, ``w g`` and ``w g²`` for gradients g, without their sign, at the
-            prediction ``centre``; and those of the ``gradients`` and of the targets, times w and
-            divided by the variance. A loss of other errors has the sums of squared errors with a
-            variance of 1, and those of w times the squared errors, the absolute errors, and the
-            errors times g. Otherwise nothing.
+            the targets t times w. Counts have those of ``w t log t`` as well. For predictions that
+            have the unit of their targets: the sum of ``w g²`` if all predictions are off by 1,
+            where g is the gradient of the loss; for each feature the sums of w, ``w g`` and
+            ``w g²`` for gradients g, without their sign, at the prediction ``centre``; and those of
+            the ``gradients`` and of the targets, times w and divided by the variance. A loss of
+            other errors has the sums of squared errors with a variance of 1, and those of w times
+            the squared errors, the absolute errors, and the errors times g. Otherwise nothing.
         """
         return ()
 
@@ -765,6 +765,22 @@ class ElementwiseLoss(LossFunction):
         diagonals = (times(diagonal, weights) for diagonal in self.information(values).values())
         total: float = sum(diagonal.sum(dtype=np.float64) for diagonal in diagonals)
         return total
+
+    def sums_of_rates(self, observed: Observed, gradient: Array, *more: Array) -> tuple[Array, ...]:
+        """Return ``target_sums`` of probabilities or counts.
+
+        Args:
+            observed: Result of ``observe``.
+            gradient: Gradient of the loss, times the weights of the targets.
+            more: Further arrays in the shape of the targets. Their weighted sums are the last ones.
+        """
+        assert observed.targets is not None, "observe has read the targets"
+        t = observed.targets.astype(gradient.dtype, copy=False)
+        axis = self.class_axis % t.ndim if t.ndim > 1 else None
+        over = tuple(k for k in range(t.ndim) if k != axis)
+        weights = times(array_module(gradient).ones_like(gradient), observed.weights)
+        arrays = (weights > 0, weights, gradient, *(times(x, observed.weights) for x in (t, *more)))
+        return tuple(x.sum(axis=over, dtype=np.float64).reshape(-1) for x in arrays)
 
     def static_inner_shape(self, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
         shape = shapes[self.inputs[0]]

@@ -131,14 +131,7 @@ class MultiBernoulliNegativeLogProbLoss(ElementwiseLoss):
     def target_sums(
         self, values: Values, observed: Observed, gradients: Values, centre: Any = 0.0
     ) -> tuple[Any, ...]:
-        assert observed.targets is not None, "observe has read the targets"
-        g = gradients[self.logits]
-        t = observed.targets.astype(g.dtype, copy=False)
-        axis = self.class_axis % t.ndim if t.ndim > 1 else None
-        over = tuple(k for k in range(t.ndim) if k != axis)
-        weights = times(array_module(g).ones_like(g), observed.weights)
-        arrays = (weights > 0, weights, g, times(t, observed.weights))
-        return tuple(x.sum(axis=over, dtype=np.float64).reshape(-1) for x in arrays)
+        return self.sums_of_rates(observed, gradients[self.logits])
 
     def check_target_array(self, values: Values, targets: Array) -> None:
         super().check_target_array(values, targets)

@@ -98,9 +98,9 @@ class Observation:
         return self.within(self.whole.positive())
 
 
-# Numbers of entries of ``Residuals.sums``: for a loss of probabilities, and for squared and other
-# errors, whose predictions have the unit of their targets. Other losses have two.
-_WITH_RATES, _WITH_UNITS, _WITH_ERRORS = 6, 8, 11
+# Numbers of entries of ``Residuals.sums``: for a loss of probabilities, for one of counts, and for
+# squared and other errors, whose predictions have the unit of their targets. Other losses have two.
+_WITH_RATES, _WITH_COUNTS, _WITH_UNITS, _WITH_ERRORS = 6, 7, 8, 11
 # Errors have outliers if their root mean square exceeds ``_OUTLIERS`` times their mean absolute
 # value, which is 1.25 for normal numbers and 1.41 for exponential ones, and ``_REST`` of the spread
 # of the targets.
@@ -108,8 +108,10 @@ _OUTLIERS, _REST = 3.0, 0.5
 # Errors that spread this many times as far as the targets are far off.
 _FAR = 2.0
 # Rates of targets are far off if their cross-entropy exceeds their entropy by this part of it, and
-# by a nat for each feature, of which noise yields a half.
+# by a nat for each feature, of which noise yields a half. For counts, half their deviance from
+# their mean takes the place of the entropy.
 _OF_ENTROPY = 0.1
+_LEAST_RATE = 1e-30  # whose logarithm takes the place of that of 0
 
 
 class Misfit(NamedTuple):
@@ -119,8 +121,9 @@ class Misfit(NamedTuple):
     # the targets; each feature has means of its own. 0 for equal targets, and for probabilities.
     spread: Any
     is_wide: Any  # whether the spread is far off
-    is_far: Any  # whether the spread or the means are, or the rates of probabilities
-    means: Any  # mean error of each feature, for probabilities in logits, ``(features,)``
+    is_far: Any  # whether the spread or the means are, or the rates of probabilities or counts
+    # Mean error of each feature, in logits or logarithms of rates where these are predicted.
+    means: Any  # ``(features,)``
     centre: Any  # mean target of each feature, ``(features,)``
 
 
@@ -231,6 +234,7 @@ class Residuals:
         """Return how far predictions are off, by the first input of losses that can tell."""
         misfit_by_sums = {
             _WITH_RATES: _misfit_of_rates,
+            _WITH_COUNTS: _misfit_of_counts,
             _WITH_UNITS: _misfit_of_units,
             _WITH_ERRORS: _misfit_of_errors,
         }
@@ -282,6 +286,20 @@ def _log_rates(mean: Any, count: Any) -> tuple[Any, Any, Any]:
     """Return rates r with one more target, the half of it 1, and the logarithms of r and 1 − r."""
     ones, zeros = ((count * part + 0.5) / (count + 1) for part in (mean, 1 - mean))
     return ones, np.log(ones), np.log(zeros)
+
+
+def _misfit_of_counts(sums: tuple[Any, ...]) -> Misfit:
+    """Return the misfit of rates of counts, for sums of half a count more of each feature."""
+    _, _, number, weight, errors, targets, products = sums
+    per_target = number / np.where(weight > 0, weight, 1)
+    counts, rates, t_log_t = (per_target * x for x in (targets, targets + errors, products))
+    means = counts / np.maximum(number, 1)
+    deviance = (t_log_t - counts * np.log(np.maximum(means, _LEAST_RATE))).sum()
+    counts, rates = counts + 0.5, np.maximum(rates, 0.0) + 0.5
+    shifts = np.log(rates) - np.log(counts)
+    excess = (rates - counts - counts * shifts).sum()
+    is_far = excess > _OF_ENTROPY * deviance + (number > 0).sum()
+    return Misfit(0.0, False, is_far, shifts, means)
 
 
 def _misfit_of_units(sums: tuple[Any, ...]) -> Misfit:

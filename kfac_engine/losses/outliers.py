@@ -195,6 +195,14 @@ class PoissonNegativeLogProbLoss(ElementwiseLoss):
         z = values[self.log_rate]
         return {self.log_rate: array_module(z).exp(z) - targets.astype(z.dtype, copy=False)}
 
+    def target_sums(
+        self, values: Values, observed: Observed, gradients: Values, centre: Any = 0.0
+    ) -> tuple[Any, ...]:
+        assert observed.targets is not None, "observe has read the targets"
+        g = gradients[self.log_rate]
+        t = observed.targets.astype(g.dtype, copy=False)
+        return self.sums_of_rates(observed, g, t * np.log(array_module(g).maximum(t, _TINY)))
+
     def sample(self, values: Values, rng: np.random.Generator) -> Array:
         z = values[self.log_rate]
         host = z.get() if hasattr(z, "get") else z

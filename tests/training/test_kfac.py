@@ -432,6 +432,46 @@ def test_a_first_step_brings_probabilities_to_the_rates_of_their_targets(case, s
     assert engine.loss({"x": x}, ke.Weighted(y, weights)) < 0.9 * before
 
 
+# Mean counts of three features, the logarithms of the rates that a model predicts, and whether they
+# are far off.
+COUNTS = {
+    "rare counts": ((0.02, 0.1, 0.3), (0.0, 0.0, 0.0), True),
+    "many counts": ((300.0, 40.0, 5.0), (0.0, 0.0, 0.0), True),
+    "a feature without counts": ((0.0, 2.0, 3.0), (0.0, 0.7, 1.1), True),
+    "means of about one": ((1.0, 1.1, 0.9), (0.0, 0.0, 0.0), False),
+    "rates that are known": ((300.0, 0.1, 2.0), (5.7, -2.3, 0.7), False),
+}
+
+
+@pytest.mark.parametrize("size", [None, 1.0, 1 / 400])
+@pytest.mark.parametrize("case", COUNTS)
+def test_a_first_step_brings_rates_to_the_mean_counts(case, size):
+    """Neither an exposure, which the model adds, nor the size of weights matters."""
+    means, logs, is_far = COUNTS[case]
+    rng = np.random.default_rng(0)
+    x, exposure = rng.standard_normal((400, 3)), rng.uniform(0.5, 2, (400, 1))
+    y = rng.poisson(exposure * means).astype(float)
+    w, b, offset = 0.1 * np.eye(3), np.array(logs), np.log(exposure)
+    nodes = "p = MatMul (x, w) z = Add (p, b) y = Add (z, e)"
+    graph = f"m (double[n,3] x, double[n,1] e) => (double[n,3] y) {{ {nodes} }}"
+    model, inputs = parsed(graph, {"w": w, "b": b}), {"x": x, "e": offset}
+    engine = ke.Engine.from_onnx(model, loss="poisson", threads=1)
+    weights = np.ones(400) if size is None else size * rng.integers(0, 3, 400)
+    before = engine.loss(inputs, ke.Weighted(y, weights))
+    optimizer = ke.KfacOptimizer(engine, weight_decay=0)
+    optimizer.step(inputs, y if size is None else ke.Weighted(y, weights))
+    found = engine.parameters
+    if not is_far:  # a usual update
+        assert 0 < np.abs(found["w"] - w).max() < 0.1
+        assert np.abs(found["b"] - b).max() < 0.01
+        return
+    np.testing.assert_array_equal(found["w"], w)
+    count, share = (weights > 0).sum(), weights / weights.sum()
+    counts, rates = (count * (share @ part) + 0.5 for part in (y, np.exp(x @ w + b + offset)))
+    np.testing.assert_allclose(found["b"] - b, np.log(counts / rates), rtol=1e-9, atol=1e-12)
+    assert engine.loss(inputs, ke.Weighted(y, weights)) < 0.98 * before
+
+
 # Predictions whose features are not those of the layer, and the axis of the classes.
 OTHER_FEATURES = {
     "another axis": ("y = Identity (z)", "n,3,3", 1),
