@@ -10,7 +10,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import partial
 from math import inf, log, prod, sqrt
-from operator import itemgetter
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -18,7 +17,7 @@ import numpy as np
 
 from kfac_engine._types import Array
 from kfac_engine.backend.namespace import array_module, is_recorded, on_device
-from kfac_engine.backend.protocol import ManyArrays
+from kfac_engine.backend.protocol import Backend, ManyArrays
 from kfac_engine.curvature.blocks.base import FisherBlock, uses
 from kfac_engine.engine.engine import Engine
 from kfac_engine.losses.normal import NormalMeanNegativeLogProbLoss
@@ -476,10 +475,10 @@ class AdaptiveLengthUpdate(Update):
         bounded = dict(squares)
         for names in squares if least else ():
             if not least.keys().isdisjoint(names):
-                slopes_of = step.slots["slope"]
-                zeros = {name: np.zeros_like(slopes_of[name]) for name in names}
-                bounds = _numbers({**zeros, **least}, names, slopes_of)
-                bounded[names] = np.maximum(squares[names], bounds)
+                of = step.slots["slope"]
+                bounds = [least.get(name, np.zeros_like(of[name])) for name in names]
+                several = block_of(of, names).size > len(names)
+                bounded[names] = np.maximum(squares[names], _on_one_axis(bounds, several=several))
         return [slopes, bounded]
 
     def _remember(
@@ -546,35 +545,30 @@ class AdaptiveLengthUpdate(Update):
         """
         slopes, backend = step.slots["slope"], self.engine.collection.backend
         many = self._many(pairs[0][1].values())
-        results: list[dict[str, Any]] = [{} for _ in pairs]
-        lefts, rights = zip(*pairs, strict=True)
-        waiting: list[tuple[dict[str, Any], str, Array, Array]] = []
+        by_weight: dict[str, list[Any]] = {}  # a product for each pair
         for name, weight in self.units.weights.items():
-            of_name = itemgetter(name)
-            arrays = [*zip(map(of_name, lefts), map(of_name, rights), strict=True)]
             if name in known:
-                numbers = [known[name].square for _ in pairs]
-            elif slopes[name].ndim:  # several matrices
-                stacks = [(weight.matrices(x), weight.matrices(y)) for x, y in arrays]
-                numbers = [(x * y).sum(axis=(1, 2)) for x, y in stacks]
-            elif many is None:
-                numbers = inner_products(arrays)
-            else:
-                waiting += [(at, name, *both) for at, both in zip(results, arrays, strict=True)]
+                by_weight[name] = [known[name].square] * len(pairs)
                 continue
-            for products, number in zip(results, numbers, strict=True):
-                products[name] = number
-                if many is not None:
-                    backend.read_later(number, partial(products.__setitem__, name))
-        if many is not None and waiting:
-            addends = many.inner_products([(x, y) for *_, x, y in waiting])
-            backend.read_later(addends, partial(_fill, waiting))
+            arrays = [(left[name], right[name]) for left, right in pairs]
+            if slopes[name].ndim:  # several matrices
+                stacks = [(weight.matrices(x), weight.matrices(y)) for x, y in arrays]
+                by_weight[name] = [(x * y).sum(axis=(1, 2)) for x, y in stacks]
+            else:
+                by_weight[name] = inner_products(arrays) if many is None else arrays
+        if many is not None:
+            _read_later(by_weight, many, backend)
 
         def on_host() -> list[Products]:
             if many is not None:
                 backend.download(())  # what still waits
-            lengths = self.together.lengths
-            return [{n: _numbers(products, n, slopes) for n in lengths} for products in results]
+            products: list[dict[tuple[str, ...], Array]] = [{} for _ in pairs]
+            for names in self.together.lengths:
+                several = block_of(slopes, names).size > len(names)
+                each = zip(*map(by_weight.__getitem__, names), strict=True)
+                for of_pair, numbers in zip(products, each, strict=True):
+                    of_pair[names] = _on_one_axis(numbers, several=several)
+            return [*products]
 
         return on_host
 
@@ -891,20 +885,33 @@ def _is_in_place(step: StepInputs) -> bool:
     return step.new_slots["momentum"] is step.slots["momentum"]
 
 
-def _fill(waiting: Sequence[tuple[dict[str, Any], str, Array, Array]], addends: Array) -> None:
-    """Write inner products, sums over the second axis of ``addends``, to their dictionaries."""
-    for (products, name, *_), total in zip(waiting, addends.sum(axis=1), strict=True):
-        products[name] = total
+def _read_later(by_weight: Mapping[str, list[Any]], many: ManyArrays, backend: Backend) -> None:
+    """Replace products on a device, or pairs of arrays that have one, by products on the host."""
+    waiting: list[tuple[list[Any], int]] = []
+    for numbers in by_weight.values():
+        for place, number in enumerate(numbers):
+            if isinstance(number, tuple):
+                waiting.append((numbers, place))
+            else:
+                backend.read_later(number, partial(numbers.__setitem__, place))
+
+    def fill(addends: Array) -> None:
+        for (numbers, place), total in zip(waiting, addends.sum(axis=1), strict=True):
+            numbers[place] = total
+
+    if waiting:
+        addends = many.inner_products([numbers[place] for numbers, place in waiting])
+        backend.read_later(addends, fill)
 
 
-def _numbers(products: Vector, names: tuple[str, ...], slopes: Zeros) -> Array:
-    """Return the inner products of weights on one axis; those of a single weight unchanged.
+def _on_one_axis(numbers: Sequence[Any], *, several: bool) -> Any:
+    """Return the numbers of weights on one axis; those of a single weight unchanged.
 
-    ``slopes`` has a number for each matrix of each weight.
+    ``several`` is whether a weight has several matrices, with a number each.
     """
-    if len(names) == 1 or block_of(slopes, names).size > len(names):
-        return joined(products, names)
-    return np.array([*map(products.get, names)])
+    if len(numbers) == 1:
+        return numbers[0]
+    return np.concatenate([each.reshape(-1) for each in numbers]) if several else np.array(numbers)
 
 
 def _next_logs(

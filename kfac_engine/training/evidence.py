@@ -308,7 +308,7 @@ def left_by_neighbours(inputs: Array, errors: Array) -> float:
         remain, or no errors.
     """
     counts = np.flatnonzero(errors.any(axis=1))
-    latest = list({inputs[place].tobytes(): place for place in counts}.values())
+    latest = list(dict(zip(map(np.ndarray.tobytes, inputs[counts]), counts, strict=True)).values())
     x, e = inputs[latest].astype(np.float64), errors[latest].astype(np.float64)
     if not len(x):
         return 1.0

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from math import inf
 from typing import Any, Literal, NamedTuple, cast
 
@@ -641,31 +642,24 @@ class KfacOptimizer(Optimizer):
         The result is None without errors, and where inputs have no axis of independent examples.
         The rows are the same for any division of a batch.
         """
-        passes, objective = self.engine.passes, self.engine.objective
+        objective, ranks = self.engine.objective, self.engine.passes.agreement
         backend, examples = self.engine.collection.backend, self.engine.example_axes
         axes = {} if examples.joint or examples.in_sets else examples.inputs
-        sizes, ranks = np.array(passes.part_sizes), passes.agreement  # of each part and process
-        if not errors or not axes or not sizes.all():  # a process may have no rows
+        rows = _strided(self.engine.passes.part_sizes, ranks.rank, MOST_COMPARED)
+        if not errors or not axes or rows is None:
             return None
-
-        stride = -(-sizes.sum() // MOST_COMPARED)
-        ends = sizes.cumsum().reshape(sizes.shape)
-        starts = ends - sizes
-        read = -(-ends // stride) + (-starts // stride)  # numbers of the multiples of the stride
-        shard = zip(sizes[:, ranks.rank], starts[:, ranks.rank], strict=True)
         of_errors, parts = objective.axes.get(objective.inputs[0], 0), []
-        for (inputs, *_), error, (count, start) in zip(batch, errors, shard, strict=True):
+        for (inputs, *_), error, (count, chosen) in zip(batch, errors, rows.of_rank, strict=True):
             arrays = [(inputs[name], axes[name]) for name in sorted(axes.keys() & inputs)]
             of_part: list[Array] = []
             for value, axis in (*arrays, (error, of_errors)):
                 array = value if isinstance(value, np.ndarray) else backend.asarray(value)
+                by_example = np.moveaxis(array, axis, 0) if axis else array
                 # An output may have several rows for each example.
-                rows = np.moveaxis(array, axis, 0).reshape(count, -1)[-start % stride :: stride]
-                of_part.append(backend.to_numpy(rows))
+                of_part.append(backend.to_numpy(by_example.reshape(count, -1)[chosen]))
             parts.append(np.concatenate(of_part, axis=1, dtype=np.float64))
         with ranks.exchanging():
-            counts = [[*map(int, of_part)] for of_part in read]
-            return gathered(np.concatenate(parts), ranks.communicator, counts)
+            return gathered(np.concatenate(parts), ranks.communicator, rows.counts)
 
     def _follow(self, rule: Rule, undo: Undo) -> None:
         """Follow a rule from this step on; a change of the rule resets the optimizer's state."""
@@ -833,6 +827,35 @@ def _exact_rules(engine: Engine, l2: float) -> tuple[Rule, ...]:
         Rule(newton, MOMENTUM, 1.0, of_newton, False, None, measures=False),
         Rule(quadratic, None, 1.0, of_quadratic, False, _FOLLOWS_QUICKLY, whole=True),
     )
+
+
+class _Strided(NamedTuple):
+    """Rows of a batch with a constant stride."""
+
+    # Of each part of the shard of a process, the number of rows and those that are chosen.
+    of_rank: list[tuple[int, slice]]
+    counts: list[list[int]]  # number of chosen rows of each process, for each part
+
+
+@lru_cache
+def _strided(sizes: tuple[tuple[int, ...], ...], rank: int, most: int) -> _Strided | None:
+    """Return at most about ``most`` rows of a batch; None if a process has none in a part.
+
+    ``sizes`` is the number of rows of each process, for each part.
+    """
+    if not all(map(all, sizes)):
+        return None
+    of_part, start, stride = list[tuple[int, slice]](), 0, -(-sum(map(sum, sizes)) // most)
+    counts: list[list[int]] = []
+    for of_ranks in sizes:
+        counts.append([])
+        for number, size in enumerate(of_ranks):
+            chosen = slice(-start % stride, None, stride)
+            counts[-1].append(len(range(size)[chosen]))
+            if number == rank:
+                of_part.append((size, chosen))
+            start += size
+    return _Strided(of_part, counts)
 
 
 def _shrinkage(
