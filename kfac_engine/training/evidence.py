@@ -151,6 +151,8 @@ class ShrinkageByEvidence:
     squared: bool = False  # whether errors are squared, so that their mean is the noise
     classes: bool = False  # whether all targets are classes
     damps: bool = False  # whether noise and few rows of statistics damp the blocks
+    # The latest ``Evidence.units``, in the shapes of the weights.
+    scales: dict[tuple[float, ...], dict[str, Array]] = field(default_factory=dict)
 
     def start(self) -> Evidence:
         """Return the evidence before the first step."""
@@ -280,13 +282,22 @@ class ShrinkageByEvidence:
 
     def _in_units(self, evidence: Evidence, values: Vector) -> dict[str, Array]:
         """Return the weights with each row times the unit of its input."""
-        products, start = dict[str, Array](), 0
+        if evidence.units not in self.scales:
+            self.scales.clear()
+            self.scales[evidence.units] = self._scales(evidence.units, values)
+        scales = self.scales[evidence.units]
+        return {name: scales[name] * values[name] for name in self.inputs}
+
+    def _scales(self, units: tuple[float, ...], values: Vector) -> dict[str, Array]:
+        """Return the unit of the input of each entry of the weights."""
+        scales, start = dict[str, Array](), 0
         for name, side in self.inputs.items():
             value, piece = values[name], self.weights[name]
-            units = np.array(evidence.units[start : start + side], value.dtype)
-            matrices = array_module(value).asarray(units)[:, None] * piece.matrices(value)
-            products[name], start = piece.array(matrices, value), start + side
-        return products
+            of_inputs = np.array(units[start : start + side], value.dtype)[:, None]
+            shape = piece.matrices(value, copy=False).shape
+            every = array_module(value).asarray(np.broadcast_to(of_inputs, shape))
+            scales[name], start = piece.array(every, value), start + side
+        return scales
 
 
 def left_by_neighbours(inputs: Array, errors: Array) -> float:

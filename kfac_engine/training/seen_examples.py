@@ -47,6 +47,7 @@ class SeenExamples:
     share: float = field(init=False)  # part of the examples of all steps that came again
     # Estimated number of different examples of all steps; 1 without fingerprints.
     different: float = field(init=False)
+    many: bool = field(init=False)  # whether at least 1,024 examples are different
 
     def __post_init__(self) -> None:
         """Count how often the examples of ``least`` have been seen together."""
@@ -55,12 +56,8 @@ class SeenExamples:
             scarcity=float(scarcity(self.count, seen, different)) if different else 0.0,
             share=1 - different / max(seen, 1.0),
             different=max(self.count * different / max(seen, 1.0), 1.0),
+            many=different == _KEPT,
         )
-
-    @property
-    def many(self) -> bool:
-        """Whether at least 1,024 examples are different."""
-        return bool(self.times[-1] > 0)
 
     @property
     def familiar(self) -> bool:
