@@ -3,13 +3,14 @@
 Such a loop reads the entries of one bag in each iteration, and adds them, or takes their mean or
 maximum. Its number of iterations is a number of bags, and the sizes of the bags are
 data, so that it cannot be unrolled. The nodes in its place add all bags at once. An empty bag is a
-row of zeros, as in PyTorch.
+row of zeros, as in PyTorch. With ``padding_idx``, a loop in the loop lists the entries of the bag
+that are no padding, and only these entries count.
 
 A loop is replaced if its body is understood: each value in it is a term, such as "the first entry
 of this bag", and one term of an unknown form leaves the loop as it is.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
@@ -39,8 +40,17 @@ from kfac_engine.graph.structure import Graph, Node
 # ("value", name)  a value outside the body, with an entry on each row
 # ("bag", t)       the rows of this bag of the table t
 # ("sum", t, k)    the result of a bag of t, also "mean" and "max"; k is whether it keeps its axis
+# ("entry",)       a number of an entry of this bag, of a loop over them;  ("next entry",)  plus one
+# ("entry follows",)     whether the next entry is in this bag, too
+# ("id", name)           the id of the entry in a vector of ids;  ("is negative", name)  its sign
+# ("from 0", name, n)    the same from 0 to n - 1, where an id of -1 is n - 1
+# ("is padding", p)      whether this id is the padding, p = (name, n, id);  ("counts", p)  not
+# ("listed",)            the entries listed so far;  ("one more",)  with this one
+# ("listed if", p)       with this one if it is no padding p
+# ("no padding", p)      the entries of this bag that are no padding;  ("size", p)  their number
 # ("sequence",)    the results so far;  ("inserted", t)  the same with another one
-# Tables are values, ("gather", weight, ids), ("times", t, t) and ("column", t).
+# Tables are values, ("gather", weight, ids), ("times", t, t) and ("column", t). The table of a bag
+# may be ("unpadded", t, p), without the rows of the padding.
 Term: TypeAlias = tuple[Any, ...]
 
 _UNKNOWN: Term = ("unknown",)
@@ -48,7 +58,7 @@ _REDUCTIONS = {"ReduceSum": "sum", "ReduceMean": "mean", "ReduceMax": "max"}
 # Operators that do not change a number.
 _SAME_NUMBER = frozenset({"Cast", "Identity", "Reshape", "Squeeze", "Unsqueeze"})
 # Forms that are one number, whose shape does not matter.
-_NUMBERS = {"row", "at", "count", "total", "bags", "last row", "constant"}
+_NUMBERS = {"row", "at", "entry", "count", "total", "bags", "last row", "constant"}
 
 
 class _UnknownFormError(Exception):
@@ -57,12 +67,13 @@ class _UnknownFormError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class _Bags:
-    """What a loop computes: a reduction of the bags of a table."""
+    """What a loop computes: a reduction of the bags of a table, without ids of the padding."""
 
     kind: str
     table: Term
     offsets: str
     entries: str
+    padding: tuple[int, ...] = ()
 
 
 def without_bag_loops(graph: Graph) -> Graph:
@@ -160,10 +171,14 @@ class _Reading:
         self._require(kind in _REDUCTIONS.values(), "a reduction of each bag")
         table, keeps = parts
         self._require(keeps != self._stacks, "a row for each bag")
+        padding: tuple[int, ...] = ()
+        if table[0] == "unpadded":
+            _, table, (_, size, index) = table
+            padding = (index, index - size)
         table = _expanded(self._graph, table)
         ids = [index for _, _, index in _terms_in(table, "gather")]
         self._require(("value", self._entries) in ids, "entries that are ids")
-        return _Bags(kind, table, self._offsets, self._entries)
+        return _Bags(kind, table, self._offsets, self._entries, padding)
 
     def _terms(self, body: Body, first: list[Term]) -> list[Term]:
         """Return the terms of the results of the loop's body, from the terms of its inputs."""
@@ -175,9 +190,11 @@ class _Reading:
             known[name] = ("constant", array)
         for node in body.graph.nodes:
             operands = [self._known(name, known) for name in node.inputs]
-            term: Term = _UNKNOWN
+            place, term = 0, _UNKNOWN
             with suppress(_UnknownFormError):  # a result that depends on the term is unknown, too
-                if node.op == "If":
+                if node.op == "Loop":
+                    place, term = self._unpadded(node, operands, known)
+                elif node.op == "If":
                     term = self._branch(node, operands[0], known, last)
                 elif node.op == "Shape":
                     term = self._shape(node)
@@ -185,7 +202,7 @@ class _Reading:
                     term = operands[0]
                 elif node.op in _TERMS:
                     term = _TERMS[node.op](node, operands, last)
-            known |= dict.fromkeys(node.outputs, _UNKNOWN) | {node.outputs[0]: term}
+            known |= dict.fromkeys(node.outputs, _UNKNOWN) | {node.outputs[place]: term}
         return [self._known(name, known) for name in body.graph.outputs]
 
     def _branch(self, node: Node, condition: Term, known: dict[str, Term], last: bool) -> Term:
@@ -204,9 +221,43 @@ class _Reading:
             return otherwise
         if condition == ("has entries",):
             return then
+        if condition[0] == "is negative":
+            name = condition[1]
+            wraps = then[:2] == ("from 0", name) and otherwise == ("id", name)
+            self._require(wraps, "an id from 0")
+            return then
+        if condition[0] == "counts":
+            lists = (then, otherwise) == (("one more",), ("listed",))
+            self._require(lists, "entries that are no padding")
+            return ("listed if", condition[1])
         alike = then[0] not in ("constant", "unknown") and then == otherwise
         self._require(condition == ("is last",) and alike, "equal branches")
         return then
+
+    def _unpadded(
+        self, node: Node, operands: list[Term], known: dict[str, Term]
+    ) -> tuple[int, Term]:
+        """Return the entries of a bag that are no padding, of a loop that lists them.
+
+        The first value is their place in the results of the loop.
+        """
+        begins = not node.inputs[0] and operands[1] == ("has entries",)
+        states = operands[2:]
+        self._require(begins and len(states) == 2 and ("at", 0) in states, "entries of a bag")
+        place = 1 - states.index(("at", 0))
+        empty = states[place][0] == "constant" and states[place][1].size == 0
+        self._require(empty, "no entry at first")
+        body = body_of(node, "body", self._graph.opset)
+        first: list[Term] = [("entry",), ("listed",)][:: 1 if place else -1]
+        inner = dict(zip(body.inputs, [("iteration",), ("condition",), *first], strict=True))
+        going, *after = self._results(body, known | inner, last=False)
+        follows = going == ("entry follows",) and after[1 - place] == ("next entry",)
+        form, *parts = after[place]
+        self._require(follows and form == "listed if", "all entries of a bag")
+        name, size, index = parts[0]
+        whole = _vector(self._graph, name) == self._entries
+        self._require(whole and 0 <= index < size, "entries that are ids")
+        return place, ("no padding", parts[0])
 
     def _shape(self, node: Node) -> Term:
         """Return the number of all entries, if they are the vector that has this shape."""
@@ -216,6 +267,8 @@ class _Reading:
 
     def _is_zeros(self, term: Term) -> bool:
         """Return whether a term is a constant of zeros."""
+        if term[0] == "constant":
+            return term[1].dtype.kind == "f" and not term[1].any()
         array = self._graph.constants.get(term[1]) if term[0] == "value" else None
         return array is not None and not array.any()
 
@@ -281,6 +334,12 @@ class _Reading:
         node = self._graph.producers.get(self._graph.source(name, _SAME_NUMBER))
         if node is not None and node.op == "Gather" and _is_number(self._graph, node.inputs[1], 0):
             node = self._graph.producers.get(node.inputs[0])
+        if node is not None and node.op == "Size":
+            return (
+                _vector(self._graph, node.inputs[0])
+                if _rank(self._graph, node.inputs[0]) == 1
+                else ""
+            )
         if node is None or node.op != "Shape" or node.attributes.get("start", 0) != 0:
             return ""
         return _vector(self._graph, node.inputs[0])
@@ -329,18 +388,28 @@ def _slice(node: Node, operands: list[Term], last: bool) -> Term:
 
 
 def _gather(node: Node, operands: list[Term], last: bool) -> Term:
-    """Return an offset, or the rows of a weight for the ids of a bag."""
+    """Return an offset, an id, or the rows of a weight or of a table for a bag."""
     table, index = operands
     if node.attributes.get("axis", 0) == 0:
         if index == ("row", 0) and table in (("offsets",), ("ends",)):
             return ("at", int(table == ("ends",)))
+        if index == ("row", 1) and table == ("offsets",):
+            return ("at", 1)
+        if index == ("entry",) and table[0] == "value":
+            return ("id", table[1])
+        if index[0] == "no padding" and table[0] == "value":
+            return ("bag", ("unpadded", table, index[1]))
         if table[0] == "value" and index[0] == "bag":
             return ("bag", ("gather", table[1], index[1]))
     raise _UnknownFormError(node.op)
 
 
 def _add(node: Node, operands: list[Term], last: bool) -> Term:
-    """Return the number of a later row."""
+    """Return the number of a later row or of the next entry, or a negative id from 0."""
+    if operands[0][0] == "id":
+        return ("from 0", operands[0][1], _number(operands[1]))
+    if operands[0] == ("entry",) and _number(operands[1]) == 1:
+        return ("next entry",)
     if operands[0][0] != "row":
         raise _UnknownFormError(node.op)
     return ("row", operands[0][1] + _number(operands[1]))
@@ -368,9 +437,45 @@ def _compare(node: Node, operands: list[Term], last: bool) -> Term:
         return ("is empty",)
     if node.op == "Greater" and left == ("count",) and _number(right) == 0:
         return ("has entries",)
-    if node.op == "Less" and (left, right) == (("row", 1), ("bags",)):
-        return ("going",)
+    for pair, meaning in _ORDERS:
+        if node.op == "Less" and (left, right) == pair:
+            return meaning
+    if node.op == "Less" and left[0] == "id" and _number(right) == 0:
+        return ("is negative", left[1])
+    if node.op == "Equal" and left[0] == "from 0":
+        return ("is padding", (*left[1:], _number(right)))
+    if node.op == "Equal" and left[0] == "size" and _number(right) == 0:
+        return ("is empty",)
     raise _UnknownFormError(node.op)
+
+
+# What it means that a term is less than another one.
+_ORDERS: Sequence[tuple[tuple[Term, Term], Term]] = (
+    ((("row", 1), ("bags",)), ("going",)),
+    ((("at", 0), ("at", 1)), ("has entries",)),
+    ((("next entry",), ("at", 1)), ("entry follows",)),
+)
+
+
+def _not(node: Node, operands: list[Term], last: bool) -> Term:
+    """Return whether an entry counts."""
+    if operands[0][0] != "is padding":
+        raise _UnknownFormError(node.op)
+    return ("counts", operands[0][1])
+
+
+def _concat(node: Node, operands: list[Term], last: bool) -> Term:
+    """Return the list of entries with this one at its end."""
+    if operands != [("listed",), ("entry",)]:
+        raise _UnknownFormError(node.op)
+    return ("one more",)
+
+
+def _size(node: Node, operands: list[Term], last: bool) -> Term:
+    """Return the number of entries that are no padding."""
+    if operands[0][0] != "no padding":
+        raise _UnknownFormError(node.op)
+    return ("size", operands[0][1])
 
 
 def _reduce(node: Node, operands: list[Term], last: bool) -> Term:
@@ -413,6 +518,9 @@ _TERMS: Mapping[str, Callable[[Node, list[Term], bool], Term]] = {
     "Div": _divide,
     "Mul": _multiply,
     "SequenceInsert": _insert,
+    "Not": _not,
+    "Concat": _concat,
+    "Size": _size,
 }
 
 
@@ -421,13 +529,11 @@ _TERMS: Mapping[str, Callable[[Node, list[Term], bool], Term]] = {
 
 def _write(b: DecompositionBuilder, graph: Graph, bags: _Bags) -> None:
     """Write the reduction of the bags."""
-    table = bags.table
     if _are_rows(graph, bags):
-        rows = _written(b, table, lambda name: _matrix(graph, name))
-        op = {kind: op for op, kind in _REDUCTIONS.items()}[bags.kind]
-        b.op(op, rows, b.constant([1]), keepdims=0, result=b.node.outputs[0])
+        _write_of_matrix(b, graph, bags)
         return
-    rows = _written(b, table, lambda name: name)
+    rows = _written(b, bags.table, lambda name: name)
+    counting = _counting(b, bags.entries, bags.padding)
     one, zero = b.constant([1]), b.constant([0])
     entries, count = b.op("Shape", bags.entries), b.op("Shape", bags.offsets)
     # Each offset opens a bag: the number of the bag of an entry is the number of offsets up to it.
@@ -450,17 +556,59 @@ def _write(b: DecompositionBuilder, graph: Graph, bags: _Bags) -> None:
         return b.op("ScatterND", zeros, owners, values, reduction="add", result=result)
 
     result = b.node.outputs[0]
-    if bags.kind == "sum":
-        added(rows, result)
-        return
     counted = filled(1, b.op("Shape", rows))
     if bags.kind == "max":  # entries that equal the largest one share it
         lowest = filled(-np.inf, shape)
-        largest = b.op("ScatterND", lowest, owners, rows, reduction="max")
+        largest = b.op("ScatterND", lowest, owners, _visible(b, rows, counting), reduction="max")
         equal = b.op("Equal", rows, b.op("Gather", largest, numbers, axis=0))
         counted = b.op("CastLike", equal, rows)
         rows = b.op("Mul", rows, counted)
+    if counting:
+        counts = b.op("CastLike", counting, rows)
+        rows, counted = b.op("Mul", rows, counts), b.op("Mul", counted, counts)
+    if bags.kind == "sum":
+        added(rows, result)
+        return
     b.op("Div", added(rows), b.op("Max", added(counted), filled(1, shape)), result=result)
+
+
+def _counting(b: DecompositionBuilder, entries: str, padding: tuple[int, ...]) -> str:
+    """Write which entries are no padding, with a last axis of size one; empty if all count."""
+    if not padding:
+        return ""
+    equal = [b.op("Equal", entries, b.constant(np.array(index))) for index in padding]
+    return b.op("Unsqueeze", b.op("Not", b.op("Or", *equal)), b.constant([-1]))
+
+
+def _visible(b: DecompositionBuilder, rows: str, counting: str) -> str:
+    """Write rows that are minus infinity where an entry does not count."""
+    if not counting:
+        return rows
+    lowest = b.op("CastLike", b.constant(np.array(-np.inf, np.float32)), rows)
+    return b.op("Where", counting, rows, lowest)
+
+
+def _write_of_matrix(b: DecompositionBuilder, graph: Graph, bags: _Bags) -> None:
+    """Write the reduction of bags that are the rows of a matrix."""
+    rows = _written(b, bags.table, lambda name: _matrix(graph, name))
+    counting = _counting(b, _matrix(graph, bags.entries), bags.padding)
+    axis, result = b.constant([1]), b.node.outputs[0]
+    op = {kind: op for op, kind in _REDUCTIONS.items()}[bags.kind]
+    if not counting:
+        b.op(op, rows, axis, keepdims=0, result=result)
+        return
+    counts = b.op("CastLike", counting, rows)
+    one, zero = (b.op("CastLike", b.constant(np.array(x, np.float32)), rows) for x in (1, 0))
+    if bags.kind == "max":
+        largest = b.op(op, _visible(b, rows, counting), axis, keepdims=0)
+        filled = b.op("Greater", b.op("ReduceMax", counts, axis, keepdims=0), zero)
+        b.op("Where", filled, largest, zero, result=result)
+        return
+    total = "" if bags.kind == "mean" else result
+    total = b.op("ReduceSum", b.op("Mul", rows, counts), axis, keepdims=0, result=total)
+    if bags.kind == "mean":
+        number = b.op("Max", b.op("ReduceSum", counts, axis, keepdims=0), one)
+        b.op("Div", total, number, result=result)
 
 
 def _expanded(graph: Graph, table: Term) -> Term:
