@@ -238,6 +238,24 @@ def test_other_sequence_length_error_names_unrolled_length():
         _ = model.run(longer)["Y"]
 
 
+def test_examples_that_are_steps_need_sample_inputs_of_their_number_and_no_other_export():
+    feeds = operands("LSTM", (), {}, 1)
+    proto = model_of("LSTM", feeds, {})
+    steps, batch, _ = proto.graph.input[0].type.tensor_type.shape.dim
+    steps.dim_param, batch.dim_value = "n", 1
+    data = {"X": feeds["X"]}
+    assert len(feeds["X"]) == 3
+    proto.graph.output.pop(-1)
+    proto.graph.output.pop(-1)
+
+    with pytest.raises(ke.ShapeError, match="has 3 examples") as refused:
+        ke.Engine.from_onnx(proto, loss="normal").predict(data)
+    assert str(refused.value).endswith("at 2 along axis 0 of 'X', the axis of the steps.")
+    assert "give sample_inputs (--inputs) with the steps of the data" in str(refused.value)
+    assert "export" not in str(refused.value)
+    assert len(ke.Engine.from_onnx(proto, loss="normal", sample_inputs=data).predict(data)) == 3
+
+
 REFUSED = {
     "unknown": ({"activations": ("Sine",)}, "unknown activation 'Sine'"),
     "number": (

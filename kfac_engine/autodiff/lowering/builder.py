@@ -48,6 +48,9 @@ class LoweringBuilder(NodeBuilder):
 # session, and longer for larger graphs.
 MOST_STEPS = 1024
 
+# What to do about a Split that fails for another number of steps.
+STEPS_OF_THE_DATA = "give sample_inputs (--inputs) with the steps of the data"
+
 
 def split_steps(b: LoweringBuilder, node: Node, value: str, axis: int) -> tuple[str, ...]:
     """Write the slices of a value along an axis, as many as in the sample run; return their names.
@@ -60,8 +63,8 @@ def split_steps(b: LoweringBuilder, node: Node, value: str, axis: int) -> tuple[
     pieces = b.multi("Split", [value, b.constant([1] * length)], ("",) * length, axis=axis)
     label_last(
         b,
-        f"{node.op} was unrolled over {length} steps, the number in the sample inputs; give "
-        f"sample_inputs (--inputs) with the steps of the data",
+        f"{node.op} was unrolled over {length} steps, the number in the sample inputs; "
+        f"{STEPS_OF_THE_DATA}",
     )
     at = b.constant([axis])
     return tuple(b.op("Squeeze", piece, at) for piece in pieces)
