@@ -41,6 +41,14 @@ class LossRows(NamedTuple):
                 result[:, start:stop] = layer.of(examples).matrices().reshape(len(result), -1)
         return result
 
+    def squares(self) -> NDArray[np.float64]:
+        """Return the sum of the squares of each example's rows, ``(examples,)``."""
+        total = np.zeros(self.examples)
+        for layer in self.layers:
+            if layer is not None:
+                total += layer.squares()
+        return total
+
 
 def rows_of_loss(
     readers: Sequence[LayerReader], examples: int, of_example: int, most: int

@@ -110,6 +110,13 @@ class WholeGradients:
         total: Float = u.reshape(-1) @ self.values.reshape(u.size, -1)
         return total
 
+    def squares(self) -> Float:
+        """Return the sum of the squares of each example's gradients, ``(m,)``."""
+        rows = self.values.reshape(len(self.values), -1)
+        with np.errstate(over="ignore"):
+            squares: Float = np.einsum("mi,mi->m", rows, rows)
+        return squares
+
     def of(self, examples: NDArray[np.intp]) -> "WholeGradients":
         """Return the gradients of some examples, in float64."""
         return WholeGradients(self.values[examples].astype(np.float64))
@@ -179,6 +186,16 @@ class FactoredGradients:
         outputs = np.einsum("mk,mki->mi", u, self.outputs.reshape(m, k, t * d_out))
         total: Float = self.inputs.reshape(m * t, d_in).T @ outputs.reshape(m * t, d_out)
         return total.reshape(-1)
+
+    def squares(self) -> Float:
+        """Return the sum of the squares of each example's gradients, ``(m,)``."""
+        ds = self.outputs
+        with np.errstate(over="ignore"):
+            products = ds @ ds.swapaxes(2, 3)
+            squares: Float = np.einsum(
+                "mst,mkst->m", self.inputs @ self.inputs.swapaxes(1, 2), products
+            )
+        return squares
 
     def of(self, examples: NDArray[np.intp]) -> "FactoredGradients":
         """Return the gradients of some examples, in float64."""

@@ -44,6 +44,8 @@ _FACTORS = 4
 # Most rows of an example for products with factors: they read output gradients for each of these
 # rows, where a pass takes the same time for any number.
 _MOST_FACTORED = 2
+# A row is long, and drawn more often, if its square exceeds this multiple of the mean square.
+_LONG = 4.0
 # Largest difference of products that two ways compute, in float32 and in float64.
 _ROUNDING = {"f": 1e-3, "d": 1e-7}
 
@@ -52,9 +54,9 @@ _ROUNDING = {"f": 1e-3, "d": 1e-7}
 class Rows:
     """All rows of the Fisher matrix or a random sample, ``(m, P)``, and products with them.
 
-    A row of a sample of m among n examples is multiplied by ``√(n / m)``, so that ``RᵀR`` is the
-    Fisher matrix on average. Vectors over the parameters are ``(P,)`` in float64, in the order of
-    ``SampleSpace.flat``.
+    A row of a sample is multiplied by ``1 / √p``, where p is the probability that its example is
+    drawn, so that ``RᵀR`` is the Fisher matrix on average. Vectors over the parameters are ``(P,)``
+    in float64, in the order of ``SampleSpace.flat``.
 
     With several processes, the rows of all processes follow each other in the order of the
     processes, and each process has some columns of every row. Products sum over the processes,
@@ -273,20 +275,22 @@ class SampleSpace(CurvatureProducts):
         def add(trace: Trace) -> None:
             start, shapes, counts = next(places)
             for number, (shape, of_ranks) in enumerate(zip(shapes, counts, strict=True)):
-                each, (chosen, scale) = prod(shape[1:]), self._drawn(rng, of_ranks.sum(), most)
+                every = self._factors(trace, number, shape, losses) if self.rows > most else None
+                chosen, scale = self._drawn(rng, of_ranks.sum(), most, every)
+                each, scale = prod(shape[1:]), np.repeat(scale, prod(shape[1:]))
                 edges = np.cumsum([0, *of_ranks])
                 ends = np.searchsorted(chosen, edges)
                 read[...] += each * np.diff(ends)
                 local = chosen[ends[rank] : ends[rank + 1]] - edges[rank]
-                every = self._factors(trace, number, shape, losses) if self.rows > most else None
+                scale = scale[each * ends[rank] : each * ends[rank + 1]]
                 losses.append(every)
                 if local.size:
                     block = self._matrix(trace, number, shape, local, every)
-                    block *= scale
+                    block *= scale[:, None]
                     blocks.append(block)
                 rows = start + local[:, None] * each + np.arange(each)
                 numbers.append(rows.reshape(-1))
-                scales.append(np.full(rows.size, scale))
+                scales.append(scale)
                 start += shape[0] * each
 
         with self._shards.computing("rows of the sample space"):
@@ -304,14 +308,26 @@ class SampleSpace(CurvatureProducts):
             )  # fmt: skip
 
     def _drawn(
-        self, rng: np.random.Generator, count: int, most: int
-    ) -> tuple[NDArray[np.intp], float]:
-        """Return the numbers of a loss's examples that are read, and the factor of their rows."""
-        chosen = np.arange(count)
-        if self.rows > most:
-            share = min(count, ceil(most * count / self.rows))
-            chosen = np.sort(rng.permutation(count)[:share])
-        return chosen, sqrt(count / len(chosen))
+        self, rng: np.random.Generator, count: int, most: int, every: LossRows | None
+    ) -> tuple[NDArray[np.intp], NDArray[np.float64]]:
+        """Return the numbers of a loss's examples that are read, and the factor of their rows.
+
+        Examples with long rows are drawn more often, where all rows are known: by systematic
+        sampling, as the numbers ``u, 1 + u, …`` lie in intervals of the lengths of probabilities.
+        """
+        share = count if self.rows <= most else min(count, ceil(most * count / self.rows))
+        order, probabilities = rng.permutation(count), np.full(count, share / count)
+        squares = np.empty(0) if every is None or share == count else every.squares()
+        if share == count:
+            order = np.arange(count)
+        elif len(squares) and (squares > (least := _LONG * squares.mean())).any():
+            probabilities = _probabilities(np.maximum(squares, least), share)
+            ends = np.minimum(np.cumsum(probabilities[order]), share)
+            ends[-1] = share  # a sum has roundings
+            places = np.floor(ends - rng.uniform())
+            order = order[np.diff(places, prepend=-1) > 0]
+        chosen = np.sort(order[:share])
+        return chosen, 1 / np.sqrt(probabilities[chosen])
 
     def check(self, rows: Rows) -> None:
         """Refuse a model whose rows, read layer by layer, differ from its products.
@@ -481,6 +497,22 @@ def bytes_of(rows: int, parameters: int) -> int:
     """Return a bound of the memory of a sample of rows and of what solves with them."""
     read = min(rows, MOST_ROWS)
     return _BYTES * ((2 + _FACTORS) * read * parameters + 3 * read * read + 8 * (parameters + rows))
+
+
+def _probabilities(squares: NDArray[np.float64], share: int) -> NDArray[np.float64]:
+    """Return the probabilities with which ``share`` of more examples are drawn.
+
+    They are in proportion to ``squares``, up to 1. With the squares of the rows, drawn rows would
+    have the smallest expected error of ``RᵀR`` (Drineas, Kannan & Mahoney 2006, "Fast Monte Carlo
+    algorithms for matrices I").
+    """
+    certain = np.zeros(len(squares), bool)
+    while True:
+        rest = share - np.count_nonzero(certain)
+        shares = np.where(certain, 1.0, rest * squares / squares[~certain].sum())
+        if not (shares > 1).any():
+            return shares
+        certain |= shares > 1
 
 
 def _rows(reader: LayerReader, examples: int, sources: int) -> NDArray[np.float64]:

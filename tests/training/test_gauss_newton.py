@@ -178,7 +178,32 @@ def test_rows_of_a_sample_are_rows_of_all_with_their_share(outputs):
     # Each part of the batch has rows in proportion to its examples.
     share = (rows.numbers < 300 * outputs).mean()
     assert share == pytest.approx(300 * outputs / space.rows, abs=0.02)
-    assert (rows.scales**2).sum() == pytest.approx(space.rows)
+
+
+@pytest.mark.parametrize("outputs", [1, 3])
+def test_samples_have_the_fisher_matrix_on_average(outputs):
+    """Long rows are drawn more often, where rows are known: an example has at most two of them."""
+    x, y = linear_data(300, 6, noise=1.0, outputs=outputs)
+    x[:150] *= 0.01
+    x[7], x[8] = 100.0, 0.0
+    engine = ke.Engine.from_onnx(linear(6, outputs), loss="normal", threads=1)
+    space = engine.passes.sample_space([({"x": x}, y)])
+    every = np.sqrt(2 / len(x)) * np.kron(x, np.eye(outputs))
+    total, drawn = 0.0, np.zeros(len(every))
+    for seed in range(200):
+        rows = space.sampled(seed, 60 * outputs)
+        assert len(rows.numbers) == 60 * outputs
+        R = rows.scales[:, None] * every[rows.numbers]
+        total = total + R.T @ R / 200
+        drawn[rows.numbers] += 1 / 200
+    if outputs == 1:
+        assert drawn[7] == pytest.approx(1)
+        np.testing.assert_allclose(np.delete(drawn, 7), 59 / 299, atol=0.12)  # four deviations
+        F, long = every.T @ every, every[7].reshape(-1, 1) @ every[7].reshape(1, -1)
+        # The row that is always drawn would hide the others.
+        np.testing.assert_allclose(total - long, F - long, atol=0.1 * np.trace(F - long) / 6)
+    else:
+        np.testing.assert_allclose(drawn, 0.2, atol=0.12)  # four deviations
 
 
 # Models with a layer whose gradients take a pass for each example.
