@@ -116,7 +116,8 @@ def _rewritten(
         # derivative is needed.
         with suppress(UnsupportedOpError):
             rewriting(b, b.read_results(node))
-            builders[node.name] = b
+            if not _is_written_again(node, b.nodes):
+                builders[node.name] = b
     if not builders:
         return graph
     nodes = (builders[node.name].nodes if node.name in builders else [node] for node in graph.nodes)
@@ -124,6 +125,15 @@ def _rewritten(
     for b in builders.values():
         constants |= b.constants
     return replace(graph, nodes=tuple(chain.from_iterable(nodes)), constants=constants)
+
+
+def _is_written_again(node: Node, nodes: Sequence[Node]) -> bool:
+    """Return whether a lowering wrote the node itself, up to the names of results."""
+    if len(nodes) != 1:
+        return False
+    only = replace(nodes[0], outputs=node.outputs)
+    same = only.attributes is node.attributes and only == node
+    return same and [*map(bool, nodes[0].outputs)] == [*map(bool, node.outputs)]
 
 
 def _targets(graph: Graph, wrt: Iterable[str]) -> Iterator[tuple[Node, Lowering]]:

@@ -15,6 +15,16 @@ def pair(first, second):
     return net.model({"left": [first, 3], "right": [second, 3]}, {"output": [first, 5]})
 
 
+def dropping(training):
+    """A network with a Dropout, for which its lowering writes a Dropout again."""
+    return models.written(
+        "n,3 -> n,2",
+        "w(3,8) v(8,2) ratio:0.25",
+        f"training = Constant <value = bool {{{int(training)}}}> ()  s = MatMul (input, w)  "
+        "kept = Dropout (s, ratio, training)  output = MatMul (kept, v)",
+    )
+
+
 # A run measures sizes, one tries another batch, and one reads the outputs for probabilities, which
 # comparisons of changed examples read, too: two more runs where the file does not say that its
 # axes are the batch. With two symbols, four runs try each axis alone, and fail.
@@ -23,6 +33,8 @@ RUNS = {
     "no_probabilities": (lambda: pair("n", "n"), "normal", 2),
     "images": (models.cnn, "categorical", 3),
     "declared_size": (lambda: pair(2, 2), "categorical", 5),
+    "dropout": (lambda: dropping(False), "normal", 3),
+    "dropout_in_training": (lambda: dropping(True), "normal", 3),
     "two_symbols": (lambda: pair("n", "m"), "categorical", 9),
 }
 
@@ -34,4 +46,4 @@ def test_a_model_runs_few_times_before_its_first_step(name, monkeypatch):
     monkeypatch.setattr(Chain, "run", lambda self, feeds: runs.append(feeds) or run(self, feeds))
     engine = ke.Engine.from_onnx(make(), loss=loss)
     assert 1 <= len(runs) <= most
-    assert not engine.losses[0].coupling
+    assert bool(engine.losses[0].coupling) == (name == "dropout_in_training")
