@@ -24,6 +24,8 @@ from kfac_engine.distributed.protocol import Communicator
 _KEPT = 1024
 # Part of the examples of all steps that came again, in the seventh epoch.
 _FAMILIAR = 0.85
+# Inputs have the 32 high bits of a fingerprint, and targets the 20 low ones.
+_HIGH = 2.0**32
 # Entries of an example that are converted at a time.
 _WORDS = 4096
 # Numbers such as 1.0 have bits in the high half only, which a product modulo 2⁶⁴ would cut off.
@@ -113,15 +115,16 @@ def fingerprints(
 
     ``batch`` has the parts of the shard of this process, and ``sizes`` the number of examples of
     each process in each part. Fingerprints are numbers in (0, 1), equal for examples with equal
-    inputs. There are none if no input has an axis of examples. If some examples of a part are no
-    batch, such as graphs, they have equal fingerprints in equal parts only.
+    inputs and targets: targets that follow the model, such as the local energies of quantum states,
+    make an example new. There are none if no input has an axis of examples. If some examples of a
+    part are no batch, such as graphs, they have equal fingerprints in equal parts only.
     """
     if axes.joint:
         of_rank = (of_part[communicator.rank] for of_part in sizes)
         pairs = zip(batch, of_rank, strict=True)
         parts = [_of_whole(inputs, count, backend) for (inputs, *_), count in pairs]
     else:
-        parts = [fingerprints_of_part(inputs, axes.inputs, backend) for inputs, *_ in batch]
+        parts = [_with_targets(part, axes, backend) for part in batch]
     shard = parts[0] if len(parts) == 1 else np.concatenate(parts)
     whole = gathered(shard, communicator, sizes)
     return whole[whole > 0]
@@ -153,6 +156,22 @@ def fingerprints_of_part(
         array = array if isinstance(array, np.ndarray) else backend.asarray(array)
         every.append(_hashes(array, axes[name], crc32(name.encode())))
     return _to_unit(sum(every[1:], every[0]), backend) if every else np.empty(0)
+
+
+def _with_targets(part: Batch, axes: ExampleAxes, backend: Backend) -> Array:
+    """Return fingerprints whose low bits are those of targets and weights.
+
+    The high bits, which order examples, are those of the inputs. The sample of the different
+    examples therefore does not depend on the targets.
+    """
+    whole = fingerprints_of_part(part[0], axes.inputs, backend)
+    lows = [
+        fingerprints_of_part({name: array}, {name: axis}, backend)
+        for name, array, axis in axes.arrays(*part)
+        if name not in axes.inputs
+        if axis is not None and np.shape(array)[axis : axis + 1] == whole.shape
+    ]
+    return (np.floor(whole * _HIGH) + sum(lows[1:], lows[0]) % 1) / _HIGH if lows else whole
 
 
 def _of_whole(inputs: Mapping[str, Array], count: int, backend: Backend) -> Array:

@@ -10,6 +10,7 @@ from kfac_engine.backend.cpu.backend import NumpyBackend
 from kfac_engine.data import demo_model, digits
 from kfac_engine.distributed.protocol import Alone
 from kfac_engine.training.seen_examples import SeenExamples, fingerprints
+from tests import models
 
 NONE = SeenExamples().saved()
 
@@ -18,9 +19,13 @@ class Axes:
     inputs = {"x": 0, "ids": 1}  # noqa: RUF012 (a stand-in for ExampleAxes)
     joint = ""
 
+    @staticmethod
+    def arrays(inputs, targets):
+        return ((name, array, 0) for name, array in (targets or {}).items())
 
-def of(**inputs):
-    return fingerprints([(inputs, None)], Axes, NumpyBackend(), Alone(), [])
+
+def of(targets=None, **inputs):
+    return fingerprints([(inputs, targets)], Axes, NumpyBackend(), Alone(), [])
 
 
 @pytest.mark.parametrize(
@@ -89,6 +94,38 @@ def test_all_inputs_and_their_axes_count():
     x[2, 1] = 1e-300
     assert of(x=x, ids=ids)[2] != first[2]
     assert len(of(mask=x)) == 0  # no input has examples
+
+
+def test_examples_with_other_targets_or_weights_are_different():
+    x = np.array([[1.0], [2.0], [1.0], [1.0], [1.0]])
+    alone = of(x=x)
+    for name in ("targets", "weights"):
+        given = {"targets": np.ones(5), "weights": np.ones(5)}
+        equal = of(given, x=x)
+        given[name] = np.array([1.0, 1.0, 1.0, 3.0, 4.0])
+        own = of(given, x=x)
+        assert own[0] == own[2] == equal[0] == equal[3]
+        assert len(set(own)) == 4
+        # The inputs alone choose the sample of the different examples.
+        assert np.abs(own - alone).max() < 2.0**-32
+    others = np.random.default_rng(0).random((999, 1))
+    np.testing.assert_array_equal(
+        np.argsort(of({"targets": others[::-1]}, x=others)), np.argsort(of(x=others))
+    )
+
+
+def test_rows_with_several_noisy_targets_are_fitted_at_their_means():
+    """The noise is not taken for errors that more decay would lessen."""
+    rng, model = np.random.default_rng(0), models.mlp((2, 32, 1))
+    places = rng.standard_normal((14, 2)).astype(np.float32)
+    values = np.sin(2 * places[:, :1]) + places[:, 1:] ** 2
+    rows = rng.integers(14, size=640)
+    noisy = values[rows] + 0.5 * rng.standard_normal((640, 1)).astype(np.float32)
+    history = ke.fit(
+        model, ({"input": places[rows]}, noisy), loss="normal", epochs=20, batch_size=64, seed=0
+    )
+    error = np.mean((history.engine.predict({"input": places}) - values) ** 2)
+    assert error < 0.1 * values.var()
 
 
 def test_state_contains_the_examples(tmp_path):
