@@ -65,6 +65,7 @@ from kfac_engine.training.vectors import (
 from kfac_engine.training.weight_roles import (
     BY_ADAM,
     adapters,
+    few_numbers,
     joined_by_blocks,
     rates_of_logits,
     wide_heads,
@@ -92,6 +93,9 @@ _LEAST, _LARGEST = 0.1, 20.0
 # loss rises along them by more than ``_FAR`` times the fall at their start, and by more than the
 # loss.
 _CUT, _FAR = 1.0, 3.0
+
+# Few numbers move up to ``1 + _OF_NUMBERS`` times as far as Adam moves them.
+_OF_NUMBERS = 4.0
 
 # Spread of targets below which the lengths of their predictions are ten times as long.
 _SMALL = 0.1
@@ -173,7 +177,8 @@ class AdaptiveLengthUpdate(Update):
     ``AverageSpan`` chooses the μ of matrices; in other averages, and without a span, it is
     ``momentum``. Vectors, embeddings, parameters without a layer and layers of very many classes
     (``wide_heads``) are updated by Adam; see ``rates_of_logits`` for the rate of weights that
-    compute logits.
+    compute logits. Adam's direction d of few numbers, such as a temperature, is multiplied by ``1 +
+    4 min(d², 1)``: an entry is near ±1 while its gradients agree, and near 0 where they are noise.
 
     The direction p of a matrix is its natural gradient, with singular values that Newton–Schulz
     iterations bring close to one (``_iterations``). It remains the natural gradient for few rows,
@@ -247,6 +252,8 @@ class AdaptiveLengthUpdate(Update):
     intercepts: Collection[str] = ()
     # Factors of Adam's rate for weights that compute logits, by unit.
     factors: Mapping[str, float] = field(default_factory=dict)
+    # Parameters of few entries: see ``few_numbers``.
+    numbers: Collection[str] = ()
     # Returns the mean square of the inputs of a block.
     moment: Callable[[FisherBlock], Any] = input_moment
     # Bounds of the directions along single features.
@@ -404,6 +411,8 @@ class AdaptiveLengthUpdate(Update):
         if turn.back or step.corrections:
             return False
         adam = step.scale * evaluated(self.adam_rate, step.step)
+        if self.numbers:
+            adam *= 1 + _OF_NUMBERS
         least = min([1.0, *(prediction.scale for prediction in self.predictions.values())])
         unit = max([1.0, *step.spreads.values()]) / (_SMALL * least)
         if max(adam, step.rate) * step.decay * self.weight_decay > 1 or adam * unit > 1e6:
@@ -769,6 +778,8 @@ class AdaptiveLengthUpdate(Update):
             operands.append(array_module(value).asarray(np.repeat(units, sizes), value.dtype))
         for out, v, before, after, present, *scales in parts(*operands):
             direction = self.adam.direction(out, v, before, after, step.step + 1)
+            if names[0] in self.numbers:
+                direction *= 1 + _OF_NUMBERS * np.minimum(direction * direction, 1.0)
             for scale in scales:
                 direction *= scale
             combine(out, -rate, direction, shrunk, present)
@@ -963,7 +974,7 @@ def adaptive_lengths(
     blocks = {name: of_layers[weight.weight] for name, weight in units.weights.items()}
     widths = widths_of(engine, blocks)
     by_adam = {name: value for name, value in values.items() if name not in units.weights}
-    of_logits = rates_of_logits(engine, heads)
+    of_logits, few = rates_of_logits(engine, heads), few_numbers(engine, by_adam)
     terms = engine.objective.terms
     means = {t.mean for t in terms if isinstance(t, (NormalMeanNegativeLogProbLoss, OutlierLoss))}
     intercepts = {name for name, p in predictions.items() if p.bias and p.loss in means}
@@ -974,9 +985,10 @@ def adaptive_lengths(
     for name, shape in shapes.items():  # each half has about the same number of multiplications
         half = turns.setdefault(numbers[name], int(work[0] > work[1]))
         work[half] += prod(shape) * widths[name]
+    kinds = {n: (of_logits.get(n, 1.0), n in intercepts, n in few) for n in by_adam}
     together = Together(
         [*groups(parameters, {name: name in numbers for name in parameters})],
-        [*groups(by_adam, {n: (of_logits.get(n, 1.0), n in intercepts) for n in by_adam})],
+        [*groups(by_adam, kinds)],
         [*groups({n: np.empty(0) for n in roots}, dict.fromkeys(roots, "length"))],
     )
     return AdaptiveLengthUpdate(
@@ -1000,6 +1012,7 @@ def adaptive_lengths(
         predictions=predictions,
         intercepts=intercepts,
         factors=of_logits,
+        numbers=few,
         features=feature_bounds(engine, units.weights, blocks, values),
         span=span,
     )

@@ -172,6 +172,7 @@ def stacked_update(
         matmul=np.matmul,
         repeats=stacks.first(repeats),
         factors=stacks.first(update.factors),
+        numbers=set(stacks.names([*update.numbers])),
         features=replace(update.features, weights=units.weights, places=bounds),
         independent=pieces.keys(),
     )
@@ -196,8 +197,8 @@ def _kinds(
         if not (value.ndim and 0 < value.size <= _LARGEST):
             continue
         if name not in weights:
-            factor = update.factors.get(name, 1.0)
-            yield name, (value.shape, value.dtype, name in update.groups, factor)
+            factor, alone = update.factors.get(name, 1.0), name in update.numbers
+            yield name, (value.shape, value.dtype, name in update.groups, factor, alone)
             continue
         matrices = weights[name].matrices(value, copy=False)
         if len(matrices) == 1:

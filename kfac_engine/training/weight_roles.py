@@ -21,6 +21,9 @@ BY_ADAM = {
     "embedding", "embedding_multi", "tied_embedding", "scale_and_shift", "shift", "generic"
 }  # fmt: skip
 
+# Kinds that may be a few numbers, and the largest number of these.
+_NUMBERS, _FEW_NUMBERS = {"scale_and_shift", "shift", "generic"}, 8
+
 # Number of features above which the rate of a table that computes logits falls.
 _FEW_FEATURES = 256
 
@@ -108,6 +111,19 @@ def rates_of_logits(engine: Engine, heads: Mapping[str, int]) -> dict[str, float
                 scale *= of_node
             factors[name] = min(1.0, _FEW_FEATURES / (scale * features))
     return factors
+
+
+def few_numbers(engine: Engine, values: Vector) -> set[str]:
+    """Return the parameters of at most eight entries that have no weight, such as a temperature.
+
+    Each entry scales or shifts many values at once, and its gradient, a sum over them, has little
+    noise. The biases of layers with weights, and embeddings, are others.
+    """
+    return {
+        name
+        for name, value in values.items()
+        if value.size <= _FEW_NUMBERS and all(p.kind in _NUMBERS for p in engine.pieces[name])
+    }
 
 
 def adapters(engine: Engine, units: Units, values: Vector) -> dict[str, float]:
