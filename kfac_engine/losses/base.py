@@ -271,15 +271,27 @@ class LossFunction(ABC):
             centre: Result of ``target_centre`` for the whole batch; zero if it is not known.
 
         Returns:
-            For a loss of independent probabilities, with weights w of the targets: for each
-            feature the number of targets that count, and the sums of w, of the ``gradients`` and of
-            the targets t times w. Counts have those of ``w t log t`` as well. For predictions that
-            have the unit of their targets: the sum of ``w g²`` if all predictions are off by 1,
-            where g is the gradient of the loss; for each feature the sums of w, ``w g`` and
-            ``w g²`` for gradients g, without their sign, at the prediction ``centre``; and those of
-            the ``gradients`` and of the targets, times w and divided by the variance. A loss of
-            other errors has the sums of squared errors with a variance of 1, and those of w times
-            the squared errors, the absolute errors, and the errors times g. Otherwise nothing.
+            For predictions that have the unit of their targets, with weights w of the targets: the
+            sum of ``w g²`` if all predictions are off by 1, where g is the gradient of the loss;
+            for each feature the sums of w, ``w g`` and ``w g²`` for gradients g, without their
+            sign, at the prediction ``centre``; and those of the ``gradients`` and of the targets,
+            times w and divided by the variance. A loss of other errors has the sums of squared
+            errors with a variance of 1, and those of w times the squared errors, the absolute
+            errors, and the errors times g. Otherwise nothing.
+        """
+        return ()
+
+    def rate_sums(self, observed: Observed, gradients: Values) -> tuple[Any, ...]:
+        """Return the sums from which the rates of targets and of predictions follow.
+
+        The arguments, and the weights w, are as for ``target_sums``.
+
+        Returns:
+            For a loss of independent probabilities, for each feature: the number of targets that
+            count, and the sums of w, of the ``gradients`` and of the targets t times w. Counts have
+            those of ``w t log t`` as well. For a loss of classes: the number of targets that count,
+            and for each class the sums of the ``gradients`` and of its probability in the targets
+            times w. Otherwise nothing.
         """
         return ()
 
@@ -767,7 +779,7 @@ class ElementwiseLoss(LossFunction):
         return total
 
     def sums_of_rates(self, observed: Observed, gradient: Array, *more: Array) -> tuple[Array, ...]:
-        """Return ``target_sums`` of probabilities or counts.
+        """Return ``rate_sums`` of probabilities or counts.
 
         Args:
             observed: Result of ``observe``.

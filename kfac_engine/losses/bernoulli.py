@@ -128,9 +128,7 @@ class MultiBernoulliNegativeLogProbLoss(ElementwiseLoss):
         equal: Array = (values[self.logits] > 0) == (targets > 0.5)
         return equal
 
-    def target_sums(
-        self, values: Values, observed: Observed, gradients: Values, centre: Any = 0.0
-    ) -> tuple[Any, ...]:
+    def rate_sums(self, observed: Observed, gradients: Values) -> tuple[Any, ...]:
         return self.sums_of_rates(observed, gradients[self.logits])
 
     def check_target_array(self, values: Values, targets: Array) -> None:

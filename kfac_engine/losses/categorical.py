@@ -12,12 +12,12 @@ amplifies such an error, because the gradient sums to zero along the null direct
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import prod
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
 from kfac_engine._types import Array, Values
-from kfac_engine.backend.namespace import array_module, recordable
+from kfac_engine.backend.namespace import array_module, is_recorded, recordable
 from kfac_engine.backend.select import owner
 from kfac_engine.errors import InputError, ShapeError
 from kfac_engine.losses.base import LossFunction
@@ -163,6 +163,21 @@ class CategoricalLogitsNegativeLogProbLoss(LossFunction):
         shape, axis = values[self.logits].shape, self._axis(values)
         expected: float = total_weight(weights, shape, axis) * (1 - 1 / shape[axis])
         return expected
+
+    def rate_sums(self, observed: Observed, gradients: Values) -> tuple[Any, ...]:
+        assert observed.targets is not None, "observe has read the targets"
+        g, t, w = gradients[self.logits], observed.targets, observed.weights
+        axis, xp = self.class_axis % g.ndim, array_module(g)
+        rows = xp.ones((*g.shape[:axis], 1, *g.shape[axis + 1 :]), g.dtype)
+        weights, over = times(rows, w), tuple(k for k in range(g.ndim) if k != axis)
+        if t.ndim == g.ndim or is_recorded(g):
+            rows = t if t.ndim == g.ndim else _one_hot_rows(t, g, axis)
+            of_targets = times(rows.astype(g.dtype, copy=False), w).sum(axis=over, dtype=np.float64)
+        else:  # an array of the size of the logits is not needed
+            of_targets = xp.bincount(
+                t.astype(np.int64).reshape(-1), weights.reshape(-1), g.shape[axis]
+            )
+        return (weights > 0).sum(dtype=np.float64), g.sum(axis=over, dtype=np.float64), of_targets
 
     def fisher(self, values: Values, v: Mapping[str, Array]) -> dict[str, Array]:
         p = self._probs(values)

@@ -98,9 +98,10 @@ class Observation:
         return self.within(self.whole.positive())
 
 
-# Numbers of entries of ``Residuals.sums``: for a loss of probabilities, for one of counts, and for
-# squared and other errors, whose predictions have the unit of their targets. Other losses have two.
-_WITH_RATES, _WITH_COUNTS, _WITH_UNITS, _WITH_ERRORS = 6, 7, 8, 11
+# Numbers of entries of ``Residuals.sums``: for a loss of classes, for one of independent
+# probabilities, for one of counts, and for squared and other errors, whose predictions have the
+# unit of their targets. Others have two.
+_WITH_CLASSES, _WITH_RATES, _WITH_COUNTS, _WITH_UNITS, _WITH_ERRORS = 5, 6, 7, 8, 11
 # Errors have outliers if their root mean square exceeds ``_OUTLIERS`` times their mean absolute
 # value, which is 1.25 for normal numbers and 1.41 for exponential ones, and ``_REST`` of the spread
 # of the targets.
@@ -108,8 +109,8 @@ _OUTLIERS, _REST = 3.0, 0.5
 # Errors that spread this many times as far as the targets are far off.
 _FAR = 2.0
 # Rates of targets are far off if their cross-entropy exceeds their entropy by this part of it, and
-# by a nat for each feature, of which noise yields a half. For counts, half their deviance from
-# their mean takes the place of the entropy.
+# by a nat for each feature, or for each class but one, of which noise yields a half. For counts,
+# half their deviance from their mean takes the place of the entropy.
 _OF_ENTROPY = 0.1
 _LEAST_RATE = 1e-30  # whose logarithm takes the place of that of 0
 
@@ -137,10 +138,13 @@ class Residuals:
     """
 
     # By number and first input of each loss function, the sum of the squared gradients of the loss
-    # at all predictions, ``LossFunction.expected_squares``, and ``LossFunction.target_sums``.
+    # at all predictions, ``LossFunction.expected_squares``, ``LossFunction.target_sums`` and, in a
+    # first step, ``LossFunction.rate_sums``.
     sums: dict[tuple[int, str], tuple[Any, ...]] = field(default_factory=dict)
     # The argument of ``target_sums`` of each loss function; none if they are not known.
     centres: Sequence[Any] = ()
+    # Whether the step is the first one, which compares rates; it may be recorded.
+    is_first: Any = False
     # The gradients at the predictions of this process, in order of parts, each divided by the root
     # of its weight, so that their squares have the sum above; None if they are not kept.
     errors: list[Array] | None = None
@@ -163,12 +167,29 @@ class Residuals:
                 self.errors.append(wide)
             observed = observed + squares.sum(dtype=np.float64)
         sums = loss.target_sums(values, seen, gradients, *self.centres[number : number + 1])
-        new = (observed, loss.expected_squares(values, weights), *sums)
+        rates = self._rates(loss, seen, gradients)
+        new = (observed, loss.expected_squares(values, weights), *sums, *rates)
         old = self.sums.get(key)
         self._known.clear()
         self.sums[key] = (
             new if old is None else tuple([_added(a, b) for a, b in zip(old, new, strict=True)])
         )
+
+    def _rates(self, loss: LossFunction, seen: Observed, gradients: Values) -> Sequence[Any]:
+        """Return ``rate_sums`` in a first step; a file has zeros in other steps."""
+        if not is_recorded(self.is_first):
+            return loss.rate_sums(seen, gradients) if self.is_first else ()
+        rates: list[Any] = []
+
+        def first() -> list[Any]:
+            rates.extend(loss.rate_sums(seen, gradients))
+            return rates
+
+        branch = self.is_first.tape.branch
+        names: Sequence[Any] = branch(
+            self.is_first, first, lambda: [np.zeros_like(x) for x in rates]
+        )
+        return names
 
     def read_later(self) -> None:
         """Move the sums to the host; see ``Backend.read_later``."""
@@ -233,6 +254,7 @@ class Residuals:
     def misfits(self) -> dict[str, "Misfit"]:
         """Return how far predictions are off, by the first input of losses that can tell."""
         misfit_by_sums = {
+            _WITH_CLASSES: _misfit_of_classes,
             _WITH_RATES: _misfit_of_rates,
             _WITH_COUNTS: _misfit_of_counts,
             _WITH_UNITS: _misfit_of_units,
@@ -280,6 +302,29 @@ def _misfit_of_rates(sums: tuple[Any, ...]) -> Misfit:
     excess = (count * (t * (log_t - log_p) + (1 - t) * (log_not_t - log_not_p))).sum()
     is_far = excess > _OF_ENTROPY * entropy + (count > 0).sum()
     return Misfit(0.0, False, is_far, log_p - log_not_p - (log_t - log_not_t), t)
+
+
+def _misfit_of_classes(sums: tuple[Any, ...]) -> Misfit:
+    """Return the misfit of probabilities of classes, with half a target of each in addition."""
+    _, _, count, errors, targets = sums
+    weight, classes = targets.sum(), len(targets)
+    weight = np.where(weight > 0, weight, 1)
+    t, p = (
+        (count * np.maximum(np.minimum(total / weight, 1), 0) + 0.5) / (count + 0.5 * classes)
+        for total in (targets, targets + errors)
+    )
+    means = np.log(p) - np.log(t)
+    log_t = np.log(t)
+    entropy, of_model, of_equal = (
+        -count * (t * x).sum() for x in (log_t, means, -log_t - np.log(classes))
+    )
+    # Predictions of about equal classes may be far off by their weights. A batch of one of several
+    # classes, as in data that are sorted, tells no rates; of two classes, one may be rare.
+    is_far = np.logical_and(
+        (targets > 0).sum() >= min(classes - 1, 2),
+        np.minimum(of_model, of_equal) > _OF_ENTROPY * entropy + classes - 1,
+    )
+    return Misfit(0.0, False, is_far, means, t)
 
 
 def _log_rates(mean: Any, count: Any) -> tuple[Any, Any, Any]:

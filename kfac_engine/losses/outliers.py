@@ -195,9 +195,7 @@ class PoissonNegativeLogProbLoss(ElementwiseLoss):
         z = values[self.log_rate]
         return {self.log_rate: array_module(z).exp(z) - targets.astype(z.dtype, copy=False)}
 
-    def target_sums(
-        self, values: Values, observed: Observed, gradients: Values, centre: Any = 0.0
-    ) -> tuple[Any, ...]:
+    def rate_sums(self, observed: Observed, gradients: Values) -> tuple[Any, ...]:
         assert observed.targets is not None, "observe has read the targets"
         g = gradients[self.log_rate]
         t = observed.targets.astype(g.dtype, copy=False)

@@ -353,7 +353,11 @@ class KfacOptimizer(Optimizer):
         before = self._basis
         reads = self._shrinkage.reads_rows(before.evidence, self.steps, before.seen)
         reads = reads and not before.repeated.awaits_trial
-        residuals = Residuals(errors=[] if reads else None) if self._auto else None
+        residuals = (
+            Residuals(errors=[] if reads else None, is_first=self.steps == 0 and bool(scale))
+            if self._auto
+            else None
+        )
         # A step with rows reads no gradients, unless its batch has other examples.
         of_rows = not self._rule.measures
         loss, gradients, of_all, bound = self._differentiated(

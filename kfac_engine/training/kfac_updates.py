@@ -22,8 +22,8 @@ class Correction(NamedTuple):
     weights are divided by ρ, and the bias becomes the mean of the targets. If only the mean error
     is larger than twice the spread of the targets, or if the predictions are not whole, it is
     subtracted from the bias. For probabilities, the bias receives the difference between the logits
-    of the mean target and of the mean prediction, where that matters; for counts, that between the
-    logarithms.
+    of the mean target and of the mean prediction, where that matters; for classes and counts, that
+    between the logarithms.
     """
 
     weights: Any  # what weights are multiplied by

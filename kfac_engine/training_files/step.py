@@ -129,7 +129,7 @@ class StepRecorder:
             loss, metrics, gradients, buffers = self._accumulated(batch, step)
             batch = replace(batch, visible=False)
         else:
-            loss, metrics, gradients = self._pass(batch, random)
+            loss, metrics, gradients = self._pass(batch, step, random)
             buffers = {old: batch[latest] for old, latest in self._model.new_buffers.items()}
         finite = self._finite(loss, gradients) & np.isfinite(rate) & (rate >= 0)
         residuals = Residuals()
@@ -167,7 +167,7 @@ class StepRecorder:
             part = self._part(batch, number, count)
             # Each part has random numbers of its own.
             draws = Draws(tape, step * self._parts + number, self._noise)
-            loss, metrics, gradients = self._pass(part, RandomNodes(draws).write, whole)
+            loss, metrics, gradients = self._pass(part, step, RandomNodes(draws).write, whole)
             values = [loss, *metrics.values(), *gradients.values()]
             sums = [v.named(f"{level.prefix}sum {i}") for i, v in enumerate(values)]
             new = [old + value for old, value in zip(sums, values, strict=True)]
@@ -260,9 +260,13 @@ class StepRecorder:
         return size_of(tape, name, axis)
 
     def _pass(
-        self, batch: EvaluationGraph, random: Writer, whole: Observation | None = None
+        self,
+        batch: EvaluationGraph,
+        step: Symbol,
+        random: Writer,
+        whole: Observation | None = None,
     ) -> tuple[Symbol, dict[str, Symbol], dict[str, Symbol]]:
-        """Record the forward and the backward pass; return loss, metrics and gradients.
+        """Record the passes of a step of a number; return loss, metrics and gradients.
 
         If ``batch`` is a part of a batch, ``whole`` has the targets of the whole batch, and each
         result is a share of its result for the whole batch. ``random`` writes random nodes.
@@ -282,7 +286,8 @@ class StepRecorder:
         if self._curvature:
             pairs = zip(objective.terms, of_batch.terms, strict=True)
             # Sums in float32 need small numbers.
-            residuals = Residuals(centres=[term.target_centre(its) for term, its in pairs])
+            centres = [term.target_centre(its) for term, its in pairs]
+            residuals = Residuals(centres=centres, is_first=step == 0)
         value, gradients_of_losses = objective.value_and_cotangents(
             values,
             observation=seen if whole is None else seen.within(whole.size),

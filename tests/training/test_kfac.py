@@ -4,7 +4,7 @@ from itertools import product
 
 import numpy as np
 import pytest
-from scipy.special import logit
+from scipy.special import logit, softmax
 
 import kfac_engine as ke
 from kfac_engine.curvature.schedule import GrowingPlanner
@@ -472,6 +472,60 @@ def test_a_first_step_brings_rates_to_the_mean_counts(case, size):
     assert engine.loss(inputs, ke.Weighted(y, weights)) < 0.98 * before
 
 
+# Rates of three classes, logits that a model predicts, and whether rates are far off.
+OF_CLASSES = {
+    "a rare class": ((0.02, 0.49, 0.49), (0.0, 0.0, 0.0), True),
+    "a class that never occurs": ((0.0, 0.5, 0.5), (0.0, 0.0, 0.0), True),
+    "balanced classes": ((0.33, 0.33, 0.34), (0.0, 0.0, 0.0), False),
+    "rates that are known": ((0.02, 0.49, 0.49), (-3.2, 0.0, 0.0), False),
+}
+# Targets of a loss from the numbers of classes.
+AS_TARGETS = {
+    "numbers": lambda classes: classes,
+    "unsigned numbers": lambda classes: classes.astype(np.uint64),
+    "probabilities": lambda classes: 0.9 * np.eye(3)[classes] + 0.1 / 3,
+}
+
+
+@pytest.mark.parametrize("size", [None, 1.0, 1 / 400])
+@pytest.mark.parametrize("form", AS_TARGETS)
+@pytest.mark.parametrize("case", OF_CLASSES)
+def test_a_first_step_brings_probabilities_to_the_rates_of_their_classes(case, form, size):
+    rates, logits, is_far = OF_CLASSES[case]
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((400, 3))
+    y = rng.permutation(np.repeat(np.arange(3), np.rint(400 * np.array(rates)).astype(int)))
+    w, b = 0.1 * np.eye(3), np.array(logits)
+    nodes = "m (double[n,3] x) => (double[n,3] z) { p = MatMul (x, w) z = Add (p, b) }"
+    engine = ke.Engine.from_onnx(parsed(nodes, {"w": w, "b": b}), loss="categorical", threads=1)
+    weights = np.ones(400) if size is None else size * rng.integers(0, 3, 400)
+    targets = AS_TARGETS[form](y)
+    of_rows = np.eye(3)[y] if targets.ndim == 1 else targets
+    optimizer = ke.KfacOptimizer(engine, weight_decay=0)
+    optimizer.step({"x": x}, targets if size is None else ke.Weighted(targets, weights))
+    found = engine.parameters
+    if not is_far:  # a usual update
+        assert 0 < np.abs(found["w"] - w).max() < 0.1
+        assert np.abs(found["b"] - b).max() < 0.01
+        return
+    np.testing.assert_array_equal(found["w"], w)
+    count, share = (weights > 0).sum(), weights / weights.sum()
+    of_targets, of_model = (
+        (count * (share @ rate) + 0.5) / (count + 1.5) for rate in (of_rows, softmax(x @ w + b, 1))
+    )
+    np.testing.assert_allclose(found["b"] - b, np.log(of_targets / of_model), rtol=1e-9)
+
+
+def test_a_first_batch_of_one_class_tells_no_rates():
+    """Rows that are sorted by their classes leave the biases of the others where they are."""
+    nodes = "m (double[n,3] x) => (double[n,3] z) { p = MatMul (x, w) z = Add (p, b) }"
+    model = parsed(nodes, {"w": 0.1 * np.eye(3), "b": np.zeros(3)})
+    engine = ke.Engine.from_onnx(model, loss="categorical", threads=1)
+    x = np.random.default_rng(0).standard_normal((400, 3))
+    ke.KfacOptimizer(engine, weight_decay=0).step({"x": x}, np.ones(400, int))
+    assert 0 < np.abs(engine.parameters["b"]).max() < 0.01
+
+
 # Predictions whose features are not those of the layer, and the axis of the classes.
 OTHER_FEATURES = {
     "another axis": ("y = Identity (z)", "n,3,3", 1),
@@ -578,6 +632,7 @@ def test_the_first_update_of_a_weight_points_downhill(seed):
     """RowRange of the natural gradient of weights and biases together need not."""
     engine = net.engine(seed=seed)
     x, y = net.batch(seed)
+    y = np.arange(len(y)) % net.K  # other rates would be corrected in place of an update
     before, gradients = engine.parameters, engine.gradients({"x": x}, y).gradients
     ke.KfacOptimizer(engine, weight_decay=0).step({"x": x}, y)
     for name in ("w1", "w2"):

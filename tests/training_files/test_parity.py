@@ -94,6 +94,10 @@ def rare(rng, n):
     return (rng.random((n, CLASSES)) < 0.1).astype("float32")
 
 
+def rare_class(rng, n):
+    return (rng.random(n) < 0.1).astype("int64")
+
+
 def counts(rng, n):
     return rng.integers(0, 9, (n, CLASSES)).astype("float32")
 
@@ -120,6 +124,8 @@ OPTIONS = {
     "small numbers of a sum": ("wide and deep", "normal", normal(0.02)),
     "bits": ("mlp", "multi_bernoulli", features),
     "rare bits": ("mlp", "multi_bernoulli", rare),
+    "rare classes": ("mlp", "categorical", rare_class),
+    "rare classes, smoothing": ("mlp", ke.Categorical(label_smoothing=0.02), rare_class),
     "all but one ignored": ("dense", "categorical", alone),
     "ignored by default": ("conv2d", "categorical", hidden(classes())),
     "ignored class": ("dense", ke.Categorical(ignore_index=2), classes()),
