@@ -477,6 +477,7 @@ OF_CLASSES = {
     "a rare class": ((0.02, 0.49, 0.49), (0.0, 0.0, 0.0), True),
     "a class that never occurs": ((0.0, 0.5, 0.5), (0.0, 0.0, 0.0), True),
     "balanced classes": ((0.33, 0.33, 0.34), (0.0, 0.0, 0.0), False),
+    "balanced classes, other predictions": ((0.33, 0.33, 0.34), (2.0, 0.0, 0.0), False),
     "rates that are known": ((0.02, 0.49, 0.49), (-3.2, 0.0, 0.0), False),
 }
 # Targets of a loss from the numbers of classes.
