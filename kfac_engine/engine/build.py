@@ -265,12 +265,9 @@ def _describe_model(fisher: Fisher, assembly: Assembly) -> None:
 
 def _mode(chosen: str, task: Task, *, trains: bool) -> str:
     """Return the estimation mode, after checks; see ``build``."""
-    in_file = [head.loss for head in task.heads if isinstance(head.loss, OutputLoss)]
-    if chosen == "gradients" and in_file:
-        if not trains:
-            raise in_file[0].without_distribution()
-        if len(in_file) == len(task.heads):  # the same matrix by one backward pass
-            chosen = "empirical"
+    in_file = [isinstance(head.loss, OutputLoss) for head in task.heads]
+    if trains and chosen == "gradients" and in_file and all(in_file):
+        chosen = "empirical"  # the same matrix by one backward pass
     check_mode(chosen, task.heads, task.batch)
     return chosen
 

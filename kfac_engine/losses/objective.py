@@ -109,9 +109,10 @@ _OUTLIERS, _REST = 3.0, 0.5
 # Errors that spread this many times as far as the targets are far off.
 _FAR = 2.0
 # Rates of targets are far off if their cross-entropy exceeds their entropy by this part of it, and
-# by a nat for each feature, or for each class but one, of which noise yields a half. For counts,
-# half their deviance from their mean takes the place of the entropy.
+# by a nat for each feature, or by two for each class but one, of which noise yields a half. For
+# counts, half their deviance from their mean takes the place of the entropy.
 _OF_ENTROPY = 0.1
+_FEWEST = 64  # number of targets that tell the rates of classes or counts
 _LEAST_RATE = 1e-30  # whose logarithm takes the place of that of 0
 
 
@@ -318,12 +319,11 @@ def _misfit_of_classes(sums: tuple[Any, ...]) -> Misfit:
     entropy, of_model, of_equal = (
         -count * (t * x).sum() for x in (log_t, means, -log_t - np.log(classes))
     )
-    # Predictions of about equal classes may be far off by their weights. A batch of one of several
-    # classes, as in data that are sorted, tells no rates; of two classes, one may be rare.
-    is_far = np.logical_and(
-        (targets > 0).sum() >= min(classes - 1, 2),
-        np.minimum(of_model, of_equal) > _OF_ENTROPY * entropy + classes - 1,
-    )
+    # Predictions of about equal classes may be far off by their weights. Few targets, and a batch
+    # of few of the classes, as in data that are sorted, tell no rates.
+    tells = np.logical_and(count >= _FEWEST, (targets > 0).sum() >= classes / 2)
+    least = _OF_ENTROPY * entropy + 2 * (classes - 1)
+    is_far = np.logical_and(tells, np.minimum(of_model, of_equal) > least)
     return Misfit(0.0, False, is_far, means, t)
 
 
@@ -343,7 +343,9 @@ def _misfit_of_counts(sums: tuple[Any, ...]) -> Misfit:
     counts, rates = counts + 0.5, np.maximum(rates, 0.0) + 0.5
     shifts = np.log(rates) - np.log(counts)
     excess = (rates - counts - counts * shifts).sum()
-    is_far = excess > _OF_ENTROPY * deviance + (number > 0).sum()
+    is_far = np.logical_and(
+        number.max() >= _FEWEST, excess > _OF_ENTROPY * deviance + (number > 0).sum()
+    )
     return Misfit(0.0, False, is_far, shifts, means)
 
 

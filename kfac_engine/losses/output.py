@@ -22,9 +22,9 @@ class OutputLoss(LossWithoutProducts):
     """The sum of the entries of an output; it has no targets and no distribution.
 
     The mode ``empirical`` estimates its curvature from the gradients of single examples. The mode
-    ``gradients`` gives each entry's gradient a random sign, which leaves this estimate as it is and
-    makes it independent of the other losses' samples. All other modes need a distribution of
-    targets. The arguments of a loss after ``output`` are not used.
+    ``gradients`` gives the gradient of each entry a random sign, which makes it independent of the
+    samples of the other losses: the estimate is that of single entries. All other modes need a
+    distribution of targets. The arguments of a loss after ``output`` are not used.
     """
 
     min_rank: ClassVar[int] = 0

@@ -94,8 +94,9 @@ _LEAST, _LARGEST = 0.1, 20.0
 # loss.
 _CUT, _FAR = 1.0, 3.0
 
-# Few numbers move up to ``1 + _OF_NUMBERS`` times as far as Adam moves them.
-_OF_NUMBERS = 4.0
+# Few numbers move up to ``1 + _OF_NUMBERS`` times as far as Adam moves them, if they are at least
+# ``_LARGE``. Smaller ones, such as a variance near zero, would change their sign.
+_OF_NUMBERS, _LARGE = 4.0, 0.2
 
 # Spread of targets below which the lengths of their predictions are ten times as long.
 _SMALL = 0.1
@@ -177,8 +178,9 @@ class AdaptiveLengthUpdate(Update):
     ``AverageSpan`` chooses the μ of matrices; in other averages, and without a span, it is
     ``momentum``. Vectors, embeddings, parameters without a layer and layers of very many classes
     (``wide_heads``) are updated by Adam; see ``rates_of_logits`` for the rate of weights that
-    compute logits. Adam's direction d of few numbers, such as a temperature, is multiplied by ``1 +
-    4 min(d², 1)``: an entry is near ±1 while its gradients agree, and near 0 where they are noise.
+    compute logits. Adam's direction d of few numbers θ, such as a temperature, is multiplied by
+    ``1 + 4 min(d², 1, 5 |θ|)``: an entry of d is near ±1 while its gradients agree, and near 0
+    where they are noise.
 
     The direction p of a matrix is its natural gradient, with singular values that Newton–Schulz
     iterations bring close to one (``_iterations``). It remains the natural gradient for few rows,
@@ -774,12 +776,13 @@ class AdaptiveLengthUpdate(Update):
         if len(names) == 1:
             rate = rate * (units[0] if units else 1.0)
         elif units and any(unit != 1 for unit in units):
-            sizes = [step.slots["second_moment"][name].size for name in names]
-            operands.append(array_module(value).asarray(np.repeat(units, sizes), value.dtype))
+            counts = [step.slots["second_moment"][name].size for name in names]
+            operands.append(array_module(value).asarray(np.repeat(units, counts), value.dtype))
         for out, v, before, after, present, *scales in parts(*operands):
             direction = self.adam.direction(out, v, before, after, step.step + 1)
             if names[0] in self.numbers:
-                direction *= 1 + _OF_NUMBERS * np.minimum(direction * direction, 1.0)
+                part = np.minimum(np.abs(present) / _LARGE, direction * direction)
+                direction *= 1 + _OF_NUMBERS * np.minimum(part, 1.0)
             for scale in scales:
                 direction *= scale
             combine(out, -rate, direction, shrunk, present)

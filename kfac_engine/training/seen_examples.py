@@ -68,15 +68,14 @@ class SeenExamples:
 
     def saved(self) -> dict[str, Array]:
         """Return the arrays of a checkpoint."""
-        return {
-            "least": self.least, "times": self.times, "count": np.array(self.count, np.float64),
-        }  # fmt: skip
+        count = np.array(self.count, np.float64)
+        return {"fingerprints": self.least, "times": self.times, "count": count}
 
     @classmethod
     def restored(cls, saved: Mapping[str, Array]) -> "SeenExamples":
         """Return the examples of ``saved``."""
         values = {name: np.array(array, np.float64) for name, array in saved.items()}
-        return cls(int(values["count"]), values["least"], values["times"])
+        return cls(int(values["count"]), values["fingerprints"], values["times"])
 
     def after(self, fingerprints: Array) -> "SeenExamples":
         """Return the examples after one more step."""
@@ -117,7 +116,8 @@ def fingerprints(
     each process in each part. Fingerprints are numbers in (0, 1), equal for examples with equal
     inputs and targets: targets that follow the model, such as the local energies of quantum states,
     make an example new. There are none if no input has an axis of examples. If some examples of a
-    part are no batch, such as graphs, they have equal fingerprints in equal parts only.
+    part are no batch, such as graphs, they have equal fingerprints in parts with equal inputs only,
+    whatever the targets are.
     """
     if axes.joint:
         of_rank = (of_part[communicator.rank] for of_part in sizes)
@@ -165,13 +165,15 @@ def _with_targets(part: Batch, axes: ExampleAxes, backend: Backend) -> Array:
     examples therefore does not depend on the targets.
     """
     whole = fingerprints_of_part(part[0], axes.inputs, backend)
-    lows = [
-        fingerprints_of_part({name: array}, {name: axis}, backend)
+    placed = {
+        name: (array, axis)
         for name, array, axis in axes.arrays(*part)
         if name not in axes.inputs
         if axis is not None and np.shape(array)[axis : axis + 1] == whole.shape
-    ]
-    return (np.floor(whole * _HIGH) + sum(lows[1:], lows[0]) % 1) / _HIGH if lows else whole
+    }
+    arrays = {name: array for name, (array, _) in placed.items()}
+    low = fingerprints_of_part(arrays, {name: axis for name, (_, axis) in placed.items()}, backend)
+    return (np.floor(whole * _HIGH) + low) / _HIGH if len(low) else whole
 
 
 def _of_whole(inputs: Mapping[str, Array], count: int, backend: Backend) -> Array:

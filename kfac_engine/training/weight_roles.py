@@ -21,8 +21,8 @@ BY_ADAM = {
     "embedding", "embedding_multi", "tied_embedding", "scale_and_shift", "shift", "generic"
 }  # fmt: skip
 
-# Kinds that may be a few numbers, and the largest number of these.
-_NUMBERS, _FEW_NUMBERS = {"scale_and_shift", "shift", "generic"}, 8
+# Largest number of entries that are few numbers, by kind: vectors of a normalization are no such.
+_FEW_NUMBERS = {"scale_and_shift": 1, "shift": 8, "generic": 8}
 
 # Number of features above which the rate of a table that computes logits falls.
 _FEW_FEATURES = 256
@@ -117,12 +117,14 @@ def few_numbers(engine: Engine, values: Vector) -> set[str]:
     """Return the parameters of at most eight entries that have no weight, such as a temperature.
 
     Each entry scales or shifts many values at once, and its gradient, a sum over them, has little
-    noise. The biases of layers with weights, and embeddings, are others.
+    noise. The biases of layers with weights, embeddings, and the scales and shifts of several
+    features, such as those of a normalization, are others.
     """
     return {
         name
-        for name, value in values.items()
-        if value.size <= _FEW_NUMBERS and all(p.kind in _NUMBERS for p in engine.pieces[name])
+        for name, pieces in engine.pieces.items()
+        if name in values
+        and all(values[name].size <= _FEW_NUMBERS.get(piece.kind, 0) for piece in pieces)
     }
 
 

@@ -180,7 +180,7 @@ def test_rows_of_a_sample_are_rows_of_all_with_their_share(outputs):
     assert share == pytest.approx(300 * outputs / space.rows, abs=0.02)
 
 
-@pytest.mark.parametrize("outputs", [1, 3])
+@pytest.mark.parametrize("outputs", [1, 2, 3])
 def test_samples_have_the_fisher_matrix_on_average(outputs):
     """Long rows are drawn more often, where rows are known: an example has at most two of them."""
     x, y = linear_data(300, 6, noise=1.0, outputs=outputs)
@@ -189,21 +189,20 @@ def test_samples_have_the_fisher_matrix_on_average(outputs):
     engine = ke.Engine.from_onnx(linear(6, outputs), loss="normal", threads=1)
     space = engine.passes.sample_space([({"x": x}, y)])
     every = np.sqrt(2 / len(x)) * np.kron(x, np.eye(outputs))
+    is_long = np.arange(len(every)) // outputs == 7
     total, drawn = 0.0, np.zeros(len(every))
     for seed in range(200):
         rows = space.sampled(seed, 60 * outputs)
         assert len(rows.numbers) == 60 * outputs
         R = rows.scales[:, None] * every[rows.numbers]
+        R[is_long[rows.numbers]] = 0  # they would hide the others
         total = total + R.T @ R / 200
         drawn[rows.numbers] += 1 / 200
-    if outputs == 1:
-        assert drawn[7] == pytest.approx(1)
-        np.testing.assert_allclose(np.delete(drawn, 7), 59 / 299, atol=0.12)  # four deviations
-        F, long = every.T @ every, every[7].reshape(-1, 1) @ every[7].reshape(1, -1)
-        # The row that is always drawn would hide the others.
-        np.testing.assert_allclose(total - long, F - long, atol=0.1 * np.trace(F - long) / 6)
-    else:
-        np.testing.assert_allclose(drawn, 0.2, atol=0.12)  # four deviations
+    expected = (0.2, 0.2) if outputs == 3 else (1, 59 / 299)
+    np.testing.assert_allclose(drawn[is_long], expected[0], atol=0.12)  # four deviations
+    np.testing.assert_allclose(drawn[~is_long], expected[1], atol=0.12)
+    F = every[~is_long].T @ every[~is_long]
+    np.testing.assert_allclose(total, F, atol=0.1 * np.trace(F) / len(F))
 
 
 # Models with a layer whose gradients take a pass for each example.

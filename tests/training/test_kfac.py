@@ -517,13 +517,22 @@ def test_a_first_step_brings_probabilities_to_the_rates_of_their_classes(case, f
     np.testing.assert_allclose(found["b"] - b, np.log(of_targets / of_model), rtol=1e-9)
 
 
-def test_a_first_batch_of_one_class_tells_no_rates():
-    """Rows that are sorted by their classes leave the biases of the others where they are."""
-    nodes = "m (double[n,3] x) => (double[n,3] z) { p = MatMul (x, w) z = Add (p, b) }"
-    model = parsed(nodes, {"w": 0.1 * np.eye(3), "b": np.zeros(3)})
+# Numbers of classes, and the classes of a first batch.
+NO_RATES = {
+    "one of three classes": (3, np.ones(400, int)),
+    "two of ten classes": (10, np.arange(400) // 200),
+    "few rows": (2, np.zeros(32, int)),
+}
+
+
+@pytest.mark.parametrize("case", NO_RATES)
+def test_rows_that_are_few_or_sorted_tell_no_rates_of_classes(case):
+    classes, y = NO_RATES[case]
+    nodes = f"m (double[n,3] x) => (double[n,{classes}] z) {{ p = MatMul (x, w) z = Add (p, b) }}"
+    model = parsed(nodes, {"w": 0.1 * np.eye(3, classes), "b": np.zeros(classes)})
     engine = ke.Engine.from_onnx(model, loss="categorical", threads=1)
-    x = np.random.default_rng(0).standard_normal((400, 3))
-    ke.KfacOptimizer(engine, weight_decay=0).step({"x": x}, np.ones(400, int))
+    x = np.random.default_rng(0).standard_normal((len(y), 3))
+    ke.KfacOptimizer(engine, weight_decay=0).step({"x": x}, y)
     assert 0 < np.abs(engine.parameters["b"]).max() < 0.01
 
 

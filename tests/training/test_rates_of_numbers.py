@@ -32,3 +32,22 @@ def test_few_numbers_without_a_weight_move_five_times_as_far(row):
     for name, rate in rates.items():
         moves = (values[name] - engine.parameters[name]) / np.sign(gradients[name])
         np.testing.assert_allclose(moves, rate, rtol=1e-4)
+
+
+def test_a_variance_near_zero_remains_positive():
+    """The least loss of ``d² / v + log v`` has the variance of d, 0.01."""
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((2000, 1)).astype(np.float32)
+    y = (np.sin(2 * x) + 0.1 * rng.standard_normal(x.shape)).astype(np.float32)
+    nodes = """h = MatMul (x, w) a = Add (h, b) t = Tanh (a) m = MatMul (t, u) d = Sub (y, m)
+        s = Mul (d, d) q = Div (s, v) l = Log (v) e = Add (q, l)
+        one = Constant <value_ints = [1]> () each = Squeeze (e, one)"""
+    weights = {"w": rng.normal(size=(1, 32)), "b": rng.normal(size=32), "u": np.zeros((32, 1))}
+    values = {n: a.astype(np.float32) for n, a in weights.items()} | {"v": np.float32([0.5])}
+    file = parsed(f"net (float[n,1] x, float[n,1] y) => (float[n] each) {{ {nodes} }}", values)
+    engine = ke.Engine.from_onnx(file, loss="output", trainable=[*values], threads=1)
+    optimizer = ke.KfacOptimizer(engine)
+    for _ in range(300):
+        rows = rng.integers(0, 2000, 64)
+        optimizer.step({"x": x[rows], "y": y[rows]})
+    assert 0.005 < engine.parameters["v"].item() < 0.04

@@ -139,7 +139,7 @@ def test_state_contains_the_examples(tmp_path):
     other.load(tmp_path / "state")
     one, two = (o.state().arrays["examples"] for o in (optimizer, other))
     assert one["count"] == two["count"] == 4 * 64
-    np.testing.assert_array_equal(one["least"], two["least"])
+    np.testing.assert_array_equal(one["fingerprints"], two["fingerprints"])
     assert "examples" not in ke.KfacOptimizer(engine, 0.1).state().arrays
 
 

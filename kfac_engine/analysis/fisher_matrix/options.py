@@ -15,6 +15,7 @@ from kfac_engine.engine.loss_bindings import LossChoices
 from kfac_engine.engine.options import EngineOptions
 from kfac_engine.errors import InputError, ModelError
 from kfac_engine.graph.load import ModelSource
+from kfac_engine.losses.output import OutputLoss
 
 # Fisher matrix to the estimation mode that measures it.
 FISHERS: Mapping[str, str] = {"exact": "exact", "sampled": "gradients", "empirical": "empirical"}
@@ -145,6 +146,9 @@ def assembled(model: ModelSource, options: CurvatureOptions) -> tuple[Assembly, 
     """
     assembly, estimator = build(model, options.engine)
     assembly.task.require_examples("a curvature needs")
+    for term in assembly.task.objective.terms:
+        if options.fisher == "sampled" and isinstance(term, OutputLoss):
+            raise term.without_distribution()
     if options.layers == "last":
         only = replace(options.engine, trainable=last_layers(assembly), freeze=None)
         assembly, estimator = build(model, only)
