@@ -150,10 +150,15 @@ class BatchShards:
         self, losses: Sequence[float], residuals: Residuals | None
     ) -> tuple[list[float], Residuals]:
         """Return the sums of losses and residuals over all processes."""
-        sums, errors = ({}, None) if residuals is None else (residuals.sums, residuals.errors)
+        measured = Residuals() if residuals is None else residuals
+        weighted = measured.weighted
+        if not self.alone:  # weights may be Booleans in one process, and numbers in another
+            weighted = {n: weighted.get(n, (0.0, 0.0, 0.0)) for n in measured.sums}
+        sums: dict[Any, tuple[Any, ...]] = {(False, n): entry for n, entry in measured.sums.items()}
+        sums |= {(True, n): entry for n, entry in weighted.items()}
         if self.alone:
             on_host = {n: tuple(map(_in_float64, entry)) for n, entry in sums.items()}
-            return [*map(float, losses)], Residuals(on_host, errors=errors)
+            return [*map(float, losses)], _residuals_of(on_host, measured)
         entries = {(n, i): x for n, entry in sums.items() for i, x in enumerate(entry)}
         # The sums of features are arrays; their lengths may differ, as those of sequences do.
         features = {place: x for place, x in entries.items() if np.ndim(x)}
@@ -168,10 +173,16 @@ class BatchShards:
         with self.agreement.exchanging():
             self.sum(arrays)
         every = dict(zip([*numbers, *features], [*totals[len(losses) :], *arrays], strict=True))
-        return totals[: len(losses)], Residuals(
-            {n: tuple([every[n, i] for i in range(len(entry))]) for n, entry in sums.items()},
-            errors=errors,
-        )
+        of_all = {n: tuple([every[n, i] for i in range(len(entry))]) for n, entry in sums.items()}
+        return totals[: len(losses)], _residuals_of(of_all, measured)
+
+
+def _residuals_of(sums: Mapping[Any, tuple[Any, ...]], measured: Residuals) -> Residuals:
+    """Return residuals with other sums, by whether they are those of weights and by key."""
+    tables: tuple[dict[Any, Any], ...] = {}, {}
+    for (of_weights, key), entry in sums.items():
+        tables[of_weights][key] = entry
+    return Residuals(tables[False], errors=measured.errors, weighted=tables[True])
 
 
 def _in_float64(entry: Any) -> Any:

@@ -149,6 +149,9 @@ class Residuals:
     # The gradients at the predictions of this process, in order of parts, each divided by the root
     # of its weight, so that their squares have the sum above; None if they are not kept.
     errors: list[Array] | None = None
+    # For entries of ``sums``, the sum of their squared gradients times the weights once more, that
+    # of the weights, and the number of weights above 0; none where weights are absent or Booleans.
+    weighted: dict[tuple[int, str], tuple[Any, Any, Any]] = field(default_factory=dict)
     # The results of ``_squares`` for entries of ``sums``, which several methods read.
     _known: dict[tuple[int, str], tuple[Any, Any]] = field(default_factory=dict)
 
@@ -158,10 +161,12 @@ class Residuals:
         """Add the predictions of a loss, whose gradients are multiplied by the weights."""
         key, weights = (number, loss.inputs[0]), seen.weights
         observed: Any = 0.0
+        of_weights: Any = 0.0  # sum of squared gradients times squared weights
         for gradient in gradients.values():
             wide = gradient.astype(np.result_type(gradient.dtype, np.float32), copy=False)
             squares = wide * wide
             if weights is not None and weights.dtype.kind != "b":
+                of_weights = of_weights + squares.sum(dtype=np.float64)
                 divisors = array_module(wide).where(weights > 0, weights, 1)
                 squares, wide = wide / divisors * wide, wide / root(divisors)
             if self.errors is not None:
@@ -175,6 +180,10 @@ class Residuals:
         self.sums[key] = (
             new if old is None else tuple([_added(a, b) for a, b in zip(old, new, strict=True)])
         )
+        if weights is not None and weights.dtype.kind != "b":
+            total, count = (x.sum(dtype=np.float64) for x in (weights, weights > 0))
+            first, second, third = self.weighted.get(key, (0.0, 0.0, 0.0))
+            self.weighted[key] = first + of_weights, second + total, third + count
 
     def _rates(self, loss: LossFunction, seen: Observed, gradients: Values) -> Sequence[Any]:
         """Return ``rate_sums`` in a first step; a file has zeros in other steps."""
@@ -194,15 +203,19 @@ class Residuals:
 
     def read_later(self) -> None:
         """Move the sums to the host; see ``Backend.read_later``."""
-        for key, entry in self.sums.items():
-            for place, number in enumerate(entry):
-                if on_device(number):
-                    owner(number).read_later(number, partial(self._set, key, place))
+        tables: tuple[dict[tuple[int, str], Any], ...] = self.sums, self.weighted
+        for table in tables:
+            for key, entry in table.items():
+                for place, number in enumerate(entry):
+                    if on_device(number):
+                        owner(number).read_later(number, partial(self._set, table, key, place))
 
-    def _set(self, key: tuple[int, str], place: int, number: Array) -> None:
-        entry = self.sums[key]
+    def _set(
+        self, table: dict[tuple[int, str], Any], key: tuple[int, str], place: int, number: Array
+    ) -> None:
+        entry = table[key]
         self._known.clear()
-        self.sums[key] = (*entry[:place], number, *entry[place + 1 :])
+        table[key] = (*entry[:place], number, *entry[place + 1 :])
 
     def size(self) -> Any:
         """Return the root of the sum of squares, divided by the root of the expected sum.
@@ -221,7 +234,8 @@ class Residuals:
 
         For squared errors, it is their mean divided by the variance of the loss. Errors larger than
         those of the mean target are no noise: they count as the latter. The noise is 1 for errors
-        with outliers, and without a loss whose predictions have the unit of their targets.
+        with outliers, and without a loss whose predictions have the unit of their targets. Unequal
+        weights multiply it by ``unevenness``.
         """
         pairs = []
         for key, sums in self.sums.items():
@@ -233,7 +247,20 @@ class Residuals:
                 noise = np.where(_has_outliers(sums), sums[2], share * sums[10])
                 pairs.append((noise, sums[2]))
         observed, expected = map(sum, zip(*pairs, strict=True)) if pairs else (1.0, 1.0)
-        return observed / (expected + (expected == 0))
+        return self.unevenness() * observed / (expected + (expected == 0))
+
+    def unevenness(self) -> Any:
+        """Return by how much unequal weights raise the mean square of the noise of a gradient.
+
+        It is ``(Σ w² g² / Σ w g²) · n / Σ w`` for the gradients g of the loss at its predictions, n
+        of which have weights w above 0; for several losses, the mean. Equal weights have 1, as do
+        those by which errors of unequal variances become equal: then g² is inverse to w.
+        """
+        factors: Any = float(len(self.sums) - len(self.weighted))
+        for key, (squares, weight, number) in self.weighted.items():
+            observed, weight = (np.where(x > 0, x, 1.0) for x in (self.sums[key][0], weight))
+            factors = factors + np.where(squares > 0, squares / observed * (number / weight), 1.0)
+        return factors / max(len(self.sums), 1) if self.weighted else 1.0
 
     def spreads(self) -> dict[str, Any]:
         """Return the spread of the targets, for each loss whose predictions have the same unit.

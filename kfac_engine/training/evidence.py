@@ -62,8 +62,8 @@ class Evidence(NamedTuple):
     """The statistics of the steps so far that determine precisions and dampings of weights."""
 
     residual: float = 1.0  # average of the residuals of the steps, at most 1
-    # Average of the squares of the gradients at the predictions, relative to those that the loss
-    # expects, for squared errors; 1 for classes.
+    # Average of ``Residuals.noise``: for squared errors, their mean relative to the variance of the
+    # loss; 1 for classes; times the factor of unequal weights.
     noise: float = 1.0
     due: int = 1  # number of the step that computes precisions and dampings next
     # Prior precision of each weight per example, in the unit of the loss.
@@ -123,6 +123,9 @@ class ShrinkageByEvidence:
     training, by about T γ / N. The term adds as much. r is the residual (``Residuals.size``), an
     average over about twenty steps. It weakens the term where little noise is left, because a run
     ends long before the minimum, which the evidence assumes.
+
+    Unequal weights of targets multiply T by ``Residuals.unevenness``: the few rows with much weight
+    have most of the noise.
 
     For classes, T is 1 if at least 1,024 rows are different. Fewer rows have ``T = 1 − r²`` if
     their classes overlap (``classes_overlap``), else 0, and the gradient is ``g + √r α W``. Weights
@@ -242,7 +245,7 @@ class ShrinkageByEvidence:
         ``rows`` is the number of rows in an averaged gradient, if all are different.
         """
         few = self._has_few_classes(seen)
-        noise = 1 - evidence.residual**2 if few else evidence.noise
+        noise = evidence.noise * (1 - evidence.residual**2 if few else 1.0)
         if evidence.unlearned and (few or self.squared):
             noise = 0.0
         of_all = seen.scarcity * noise

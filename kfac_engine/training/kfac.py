@@ -555,9 +555,11 @@ class KfacOptimizer(Optimizer):
     def _decay(self, facts: "BatchFacts", signal: Any, residuals: Residuals | None) -> Any:
         """Return the factor of the weight decay, a number or a recorded one.
 
-        The network of a table shrinks by its few rows where squared errors may be noise.
+        The network of a table shrinks by its few rows where squared errors may be noise. Few of the
+        examples may have most of the weight.
         """
-        few = np.minimum(_FEW * facts.scarcity, _MOST_DECAY - 1) * signal
+        few = _FEW * facts.scarcity * (1.0 if residuals is None else residuals.unevenness())
+        few = np.minimum(few, _MOST_DECAY - 1) * signal
         if self._shrinkage.blocks and self._shrinkage.squared and residuals is not None:
             few = few * np.minimum(residuals.size() ** 2 / _LITTLE_ERROR, 1.0)
             few = (1 - facts.share) * few if facts.unlearned else few

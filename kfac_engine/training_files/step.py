@@ -43,7 +43,7 @@ _FLOAT, _INTEGER = np.dtype(np.float32), np.dtype(np.int64)
 
 # Names of the powers of the features of a batch, and the beginning of those of its residuals, among
 # its metrics until the rule has read them.
-_FEATURES, _RESIDUALS = "features", "residuals"
+_FEATURES, _RESIDUALS, _WEIGHTED = "features", "residuals", "weighted"
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,10 +133,12 @@ class StepRecorder:
             buffers = {old: batch[latest] for old, latest in self._model.new_buffers.items()}
         finite = self._finite(loss, gradients) & np.isfinite(rate) & (rate >= 0)
         residuals = Residuals()
-        for name in [name for name in metrics if name.startswith(f"{_RESIDUALS} ")]:
-            _, _, k, of_loss = name.split(" ", 3)
-            known = residuals.sums.get(key := (int(k), of_loss), ())
-            residuals.sums[key] = (*known, metrics.pop(name))
+        tables: dict[str, dict[Any, Any]]
+        tables = {_RESIDUALS: residuals.sums, _WEIGHTED: residuals.weighted}
+        for name in [name for name in metrics if name.split(" ")[0] in tables]:
+            table, _, k, of_loss = name.split(" ", 3)
+            known = tables[table].get(key := (int(k), of_loss), ())
+            tables[table][key] = (*known, metrics.pop(name))
         measured = _Measured(loss, residuals, metrics.pop(_FEATURES, None))
 
         def updated() -> list[Symbol]:
@@ -327,9 +329,12 @@ class StepRecorder:
         weights: Any = [observed.weights for observed in seen.terms]
         features.add(values, batch.examples or self._assembly.task.batch.size, weights)
         read = {} if features.sums is None else {_FEATURES: features.sums}
-        for (k, name), numbers in residuals.sums.items() if residuals else ():
-            for i, number in enumerate(numbers):
-                read[f"{_RESIDUALS} {i} {k} {name}"] = number_of(batch.tape, number)
+        measured = residuals or Residuals()
+        tables: dict[str, Any] = {_RESIDUALS: measured.sums, _WEIGHTED: measured.weighted}
+        for table, entries in tables.items():
+            for (k, name), numbers in entries.items():
+                for i, number in enumerate(numbers):
+                    read[f"{table} {i} {k} {name}"] = number_of(batch.tape, number)
         return read
 
     def _accuracy(self, batch: EvaluationGraph, seen: Observation, whole: Observation) -> Symbol:

@@ -38,15 +38,21 @@ every_loss = pytest.mark.parametrize("loss", LOSSES)
 every_kind = pytest.mark.parametrize("kind", KINDS)
 
 
-def measured(loss, *parts):
-    """Size and spread of the residuals of parts of (predictions, targets, weights)."""
+def residuals_of(loss, *parts):
+    """Residuals of parts of (predictions, targets, weights)."""
     term = loss.on("z", targets="t")
     objective, residuals = Objective((RegisteredLoss("loss", term),), "sum"), Residuals()
     for z, t, w in parts:
         values = {"z": z, "t": t} | ({} if w is None else {weights_of("t"): w})
         seen = objective.observe(values).within(BatchSize(1, (1.0,)))
         objective.value_and_cotangents(values, 1.0, seen, residuals)
-    noise = residuals.noise() if residuals.spreads() else 0.0
+    return residuals
+
+
+def measured(loss, *parts):
+    """Size, spread, and noise without the factor of unequal weights."""
+    residuals = residuals_of(loss, *parts)
+    noise = residuals.noise() / residuals.unevenness() if residuals.spreads() else 0.0
     return np.array([residuals.size(), residuals.spreads().get("z", 0.0), noise], float)
 
 
@@ -103,6 +109,31 @@ def test_parts_add_up_to_the_batch(loss, kind, order):
     for parts in (2, 3, N):
         pieces = [(Z[i], t[i], at(w, i)) for i in np.split(rows, parts)]
         np.testing.assert_allclose(measured(loss, *pieces), whole, rtol=1e-9)
+        factors = [residuals_of(loss, *p).unevenness() for p in ([(Z, t, w)], pieces)]
+        assert factors[1] == pytest.approx(factors[0], rel=1e-9)
+
+
+FEW = np.where(np.arange(N) < 2, 5.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("weights", "squares", "factor"),
+    [
+        pytest.param(np.full(N, 7.0), 1.0, 1.0, id="equal"),
+        pytest.param(OF_EXAMPLES > 0, 1.0, 1.0, id="mask"),
+        pytest.param(0.3 * (OF_EXAMPLES > 0), 1.0, 1.0, id="mask of numbers"),
+        pytest.param(FEW, 1.0, (60 / 20) * (12 / 20), id="few examples with weight"),
+        pytest.param(FEW, 1 / FEW, 1.0, id="inverse variances"),
+        pytest.param(FEW, FEW == 1, 12 / 20, id="errors of little weight"),
+    ],
+)
+def test_unequal_weights_raise_the_noise(weights, squares, factor):
+    """Closed form: two examples of twelve have the weight 5."""
+    errors = np.sqrt(squares * np.ones(N))[:, None]
+    residuals = residuals_of(ke.Normal(), (MEANS + errors, MEANS, weights))
+    assert residuals.unevenness() == pytest.approx(factor, rel=1e-9)
+    mean = (weights * squares).sum() / weights.sum()
+    assert residuals.noise() == pytest.approx(factor * mean / 0.5, rel=1e-9)
 
 
 @every_kind

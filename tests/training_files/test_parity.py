@@ -6,9 +6,10 @@ from onnx import numpy_helper
 
 import kfac_engine as ke
 from kfac_engine.backend.namespace import is_recorded
-from kfac_engine.training import adaptive_lengths, average_span, feature_bounds, weight_roles
+from kfac_engine.training import adaptive_lengths, average_span, feature_bounds, kfac, weight_roles
 from kfac_engine.training.adaptive_lengths import AdaptiveLengthUpdate
 from kfac_engine.training.average_span import AverageSpan
+from kfac_engine.training.kfac import KfacOptimizer
 from kfac_engine.training_files import curvature
 from tests.models import VOCABULARY, Net, mlp, random_inputs, two_outputs
 from tests.nightly import nightly_but
@@ -312,6 +313,21 @@ def test_examples_that_come_again_shrink_the_weights(accumulate, tmp_path):
     assert found(sum(SIZES))[-1] < LAST
     with pytest.raises(AssertionError, match="DESIRED"):  # another loss than that of the optimizer
         found(np.inf)
+
+
+def test_unequal_weights_shrink_the_weights_more(tmp_path, monkeypatch):
+    monkeypatch.setattr(kfac, "_FEW", 50.0)  # a larger one has the largest decay of few examples
+    more, decay = [], KfacOptimizer._decay
+
+    def noted(self, facts, signal, residuals):
+        more.append(residuals.unevenness())
+        return decay(self, facts, signal, residuals)
+
+    monkeypatch.setattr(KfacOptimizer, "_decay", noted)
+    loss, arguments = ke.Categorical(class_weights=[9.0, 0.1, 1.0]), (tmp_path / "files", classes())
+    found = differences(network("dense"), "kfac", *arguments, loss, steps=12, different=sum(SIZES))
+    assert np.mean([factor for factor in more if not is_recorded(factor)]) > 1.2
+    assert found[-1] < LAST
 
 
 def two_tables():
