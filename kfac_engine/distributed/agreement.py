@@ -14,7 +14,7 @@ from kfac_engine.errors import KfacError, RankError
 
 _NOTHING = nullcontext()
 # Numbers that a vote carries beside the mark of an error and the place in the program.
-_NUMBERS = 6
+_NUMBERS = 8
 # Bytes of the message of an error that other ranks receive.
 _MESSAGE_BYTES = 2000
 # Attribute of errors that all ranks raise.
