@@ -113,6 +113,7 @@ _FAR = 2.0
 # counts, half their deviance from their mean takes the place of the entropy.
 _OF_ENTROPY = 0.1
 _FEWEST = 64  # number of targets that tell the rates of classes or counts
+_MOST_CLASSES = 3  # whose rates are corrected: more, such as characters, gain nothing
 _LEAST_RATE = 1e-30  # whose logarithm takes the place of that of 0
 
 
@@ -348,7 +349,8 @@ def _misfit_of_classes(sums: tuple[Any, ...]) -> Misfit:
     )
     # Predictions of about equal classes may be far off by their weights. Few targets, and a batch
     # of few of the classes, as in data that are sorted, tell no rates.
-    tells = np.logical_and(count >= _FEWEST, (targets > 0).sum() >= classes / 2)
+    enough = _FEWEST if classes <= _MOST_CLASSES else np.inf
+    tells = np.logical_and(count >= enough, (targets > 0).sum() >= classes / 2)
     least = _OF_ENTROPY * entropy + 2 * (classes - 1)
     is_far = np.logical_and(tells, np.minimum(of_model, of_equal) > least)
     return Misfit(0.0, False, is_far, means, t)
