@@ -178,7 +178,7 @@ class BatchShards:
 
 
 def _residuals_of(sums: Mapping[Any, tuple[Any, ...]], measured: Residuals) -> Residuals:
-    """Return residuals with other sums, by whether they are those of weights and by key."""
+    """Return residuals with other sums; a key tells first whether its sums are those of weights."""
     tables: tuple[dict[Any, Any], ...] = {}, {}
     for (of_weights, key), entry in sums.items():
         tables[of_weights][key] = entry

@@ -149,7 +149,7 @@ class LossFunction(ABC):
         """
 
     def sampled_gradient(self, values: Values, rng: np.random.Generator) -> dict[str, Array]:
-        """Return the gradient of every example at drawn targets, in the shape of each input."""
+        """Return the gradient of each example for targets drawn from the model, by input."""
         return self.gradient_of(values, self.sample(values, rng))
 
     @abstractmethod

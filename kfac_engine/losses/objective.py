@@ -334,7 +334,10 @@ def _misfit_of_rates(sums: tuple[Any, ...]) -> Misfit:
 
 
 def _misfit_of_classes(sums: tuple[Any, ...]) -> Misfit:
-    """Return the misfit of probabilities of classes, with half a target of each in addition."""
+    """Return how far mean probabilities are from the rates of classes.
+
+    Each class has half a target in addition.
+    """
     _, _, count, errors, targets = sums
     weight, classes = targets.sum(), len(targets)
     weight = np.where(weight > 0, weight, 1)

@@ -836,7 +836,7 @@ def _exact_rules(engine: Engine, l2: float) -> tuple[Rule, ...]:
 
 
 class _Strided(NamedTuple):
-    """Rows of a batch with a constant stride."""
+    """Rows that are drawn from a batch at equal distances."""
 
     # Of each part of the shard of a process, the number of rows and those that are chosen.
     of_rank: list[tuple[int, slice]]

@@ -159,7 +159,7 @@ def _addends(
 
 
 def _readers(graph: Graph, results: Iterable[str]) -> dict[str, set[int]]:
-    """Return, for each value, the ``id`` of each node that reads it and that ``results`` need."""
+    """Return the ``id`` of each node that reads a value and that ``results`` need, by value."""
     needed, readers = set(results), dict[str, set[int]]()
     for node in reversed(graph.nodes):
         if not needed.isdisjoint(node.outputs):

@@ -159,7 +159,7 @@ def fingerprints_of_part(
 
 
 def _with_targets(part: Batch, axes: ExampleAxes, backend: Backend) -> Array:
-    """Return fingerprints whose low bits are those of targets and weights.
+    """Return a fingerprint of each example; targets and weights have its low bits.
 
     The high bits, which order examples, are those of the inputs. The sample of the different
     examples therefore does not depend on the targets.

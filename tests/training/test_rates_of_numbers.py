@@ -35,7 +35,7 @@ def test_few_numbers_without_a_weight_move_five_times_as_far(row):
 
 
 def test_a_variance_near_zero_remains_positive():
-    """The least loss of ``d² / v + log v`` has the variance of d, 0.01."""
+    """The mean of ``d² / v + log v`` is least where v is the variance of the errors d, 0.01."""
     rng = np.random.default_rng(0)
     x = rng.standard_normal((2000, 1)).astype(np.float32)
     y = (np.sin(2 * x) + 0.1 * rng.standard_normal(x.shape)).astype(np.float32)

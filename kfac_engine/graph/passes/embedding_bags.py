@@ -405,7 +405,7 @@ def _gather(node: Node, operands: list[Term], last: bool) -> Term:
 
 
 def _add(node: Node, operands: list[Term], last: bool) -> Term:
-    """Return the number of a later row or of the next entry, or a negative id from 0."""
+    """Return the term of a sum: a later row, the next entry, or a negative id counted from 0."""
     if operands[0][0] == "id":
         return ("from 0", operands[0][1], _number(operands[1]))
     if operands[0] == ("entry",) and _number(operands[1]) == 1:
@@ -465,14 +465,14 @@ def _not(node: Node, operands: list[Term], last: bool) -> Term:
 
 
 def _concat(node: Node, operands: list[Term], last: bool) -> Term:
-    """Return the list of entries with this one at its end."""
+    """Return the term of the list to which a loop over the entries of a bag appends an entry."""
     if operands != [("listed",), ("entry",)]:
         raise _UnknownFormError(node.op)
     return ("one more",)
 
 
 def _size(node: Node, operands: list[Term], last: bool) -> Term:
-    """Return the number of entries that are no padding."""
+    """Return the term of the length of such a list, which leaves out the padding."""
     if operands[0][0] != "no padding":
         raise _UnknownFormError(node.op)
     return ("size", operands[0][1])
