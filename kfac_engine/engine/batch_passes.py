@@ -260,11 +260,6 @@ class BatchPasses:
         except NonFiniteError as error:
             self._raise_with_origin(error, trace)
 
-    def check_loss(self, trace: Trace, observation: Observation) -> None:
-        """Raise ``NonFiniteError`` if the loss of a batch is NaN or infinite."""
-        with self.explained(trace):
-            reported_loss(trace, self.objective, observation)
-
     def check_losses(self, traced: TracedParts) -> None:
         """Check targets and loss of each part of a batch; targets must count in one at least."""
         sizes: list[BatchSize] = []
@@ -272,7 +267,8 @@ class BatchPasses:
         def check(trace: Trace) -> None:
             observation = self.observe(trace)
             sizes.append(observation.size)
-            self.check_loss(trace, observation.as_piece())
+            with self.explained(trace):
+                reported_loss(trace, self.objective, observation.as_piece())
 
         traced.each(check)
         size = sum(sizes[1:], sizes[0])

@@ -6,7 +6,7 @@ from functools import cache, partial
 
 import numpy as np
 
-from kfac_engine._types import Array, Params
+from kfac_engine._types import Array
 from kfac_engine.autodiff.activity import (
     ZERO,
     behind_jumps,
@@ -432,15 +432,14 @@ def register_layers(
     discovery = Discovery((*matches, *unreached), {**discovery.parts, **apart})
     collection.sized = frozenset(kind for kind in KINDS if kind not in chosen)
     for layer in discovery.layers:
-        key: Params = layer.parameters if len(layer.parameters) > 1 else layer.parameters[0]
         if layer.form is None:
-            collection.register_generic(key, objective.batch or objective.inputs[0])
+            collection.register_generic(layer.key, objective.batch or objective.inputs[0])
         else:
             for value in layer.computed:
                 model.define(value.node, value.constants, value.like)
             read = layer.inputs or ()
-            collection.register(layer.kind, key, layer.form, read, layer.outputs)
-            _check_places(layer, collection.approximation_of(key), task.batch)
+            collection.register(layer.kind, layer.key, layer.form, read, layer.outputs)
+            _check_places(layer, collection.approximation_of(layer.key), task.batch)
     return discovery
 
 

@@ -11,7 +11,7 @@ from kfac_engine._types import Array
 from kfac_engine.curvature.blocks.base import FisherBlock
 from kfac_engine.curvature.collection import LayerCollection
 from kfac_engine.curvature.factors.base import FisherFactor
-from kfac_engine.engine.parameter_entries import ParameterEntries, block_key
+from kfac_engine.engine.parameter_entries import ParameterEntries
 from kfac_engine.engine.spectra import FactorSpectrum, plot_spectra
 from kfac_engine.errors import NotReadyError, UnknownAttributeError, UnknownNameError, suggestion
 from kfac_engine.layers.match import LayerMatch
@@ -360,7 +360,7 @@ class Factors(Summarized, Mapping[str, ParameterFactors]):
         return self._summary().page()
 
     def _block(self, layer: LayerMatch) -> FisherBlock:
-        return self._collection.fisher_blocks[block_key(layer)]
+        return self._collection.fisher_blocks[layer.key]
 
     def _views(self, layer: LayerMatch) -> tuple[FactorView, ...]:
         block = self._block(layer)

@@ -269,7 +269,7 @@ def read_layers(
     if examples is None:
         examples = assembly.task.objective.examples(trace)
     readings = [
-        block_of_layer(assembly, layer).read_examples(
+        assembly.collection.fisher_blocks[layer.key].read_examples(
             _Readings(assembly, layer, trace, examples, chosen, reached, wide)
         )
         for layer in layers
@@ -283,12 +283,6 @@ def read_layers(
         )
         for layer, (_, reader) in zip(layers, readings, strict=True)
     ]
-
-
-def block_of_layer(assembly: Assembly, layer: LayerMatch) -> FisherBlock:
-    """Return the block of a layer."""
-    key = layer.parameters if len(layer.parameters) > 1 else layer.parameters[0]
-    return assembly.collection.fisher_blocks[key]
 
 
 @dataclass(frozen=True, slots=True)
@@ -428,7 +422,7 @@ class _Readings:
 
     def _tiles(self, sources: Cotangents, step: int) -> Iterator[WholeGradients]:
         task, names, trace = self.assembly.task, self.layer.parameters, self.trace
-        block = block_of_layer(self.assembly, self.layer)
+        block = self.assembly.collection.fisher_blocks[self.layer.key]
         each = ExampleGradients(self.assembly.model, task.objective, task.batch, task.inputs)
         chosen = range(self.examples) if self.chosen is None else self.chosen
         reached = self.reached.intersection(names)

@@ -12,7 +12,6 @@ from kfac_engine.backend.protocol import Backend
 from kfac_engine.curvature.approximations import row
 from kfac_engine.curvature.blocks.base import uses
 from kfac_engine.engine.build import Assembly
-from kfac_engine.engine.parameter_entries import block_key
 from kfac_engine.engine.report import LayerReport
 from kfac_engine.engine.validation import batch_size
 from kfac_engine.errors import MemoryLimitError
@@ -242,7 +241,7 @@ class Footprint:
         if row(layer.kind, report.approximation).fills_scratch:
             return sys.maxsize
         collection, facts = self.assembly.collection, self.assembly.model.facts
-        packing = collection.fisher_blocks[block_key(layer)].packing
+        packing = collection.fisher_blocks[layer.key].packing
         shape = collection.require_shape(layer.parameters[0])
         taps = prod(packing.kernel(shape)) if packing else 1
         return max(taps * value_bytes(facts[name]) for name in uses(layer.inputs))

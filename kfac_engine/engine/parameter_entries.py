@@ -48,7 +48,7 @@ class ParameterEntries:
         for layer in self.layers:
             weight, *vectors = layer.parameters
             name, part = self._owners[weight]
-            piece = Piece(part, layer.kind, blocks[block_key(layer)].packing, weight)
+            piece = Piece(part, layer.kind, blocks[layer.key].packing, weight)
             pieces[weight] = piece.divided(self.shapes[name], layer.output_parts)
             pieces |= {vector: (Piece(self._owners[vector][1], layer.kind),) for vector in vectors}
         return {
@@ -60,8 +60,3 @@ class ParameterEntries:
         shape = self.shapes[name]
         whole = part.index is None or part.index.size == prod(shape)
         return "" if whole or part.index is None else describe_part(part.index, shape)
-
-
-def block_key(layer: LayerMatch) -> Params:
-    """Return the key of a layer's block in ``collection.fisher_blocks``."""
-    return layer.parameters if len(layer.parameters) > 1 else layer.parameters[0]

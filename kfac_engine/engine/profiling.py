@@ -1,6 +1,8 @@
 """Measures the wall time and the added memory of each stage of a step."""
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from time import perf_counter
 
@@ -26,37 +28,29 @@ class StageClock:
     def __init__(self, *, memory: bool = False) -> None:
         self.seconds: dict[str, float] = {}
         self._memory, self._bytes = memory, dict[str, int]()
-        self._next, self._inside = "", 0.0
-        # Stages that have begun: name, start, time of the stages inside the outer one, memory.
-        self._begun: list[tuple[str, float, float, int]] = []
+        self._inside = 0.0  # time of the stages that have ended inside the present one
 
     @property
     def stages(self) -> tuple[Stage, ...]:
         """The stages in the order in which they first ended."""
         return tuple(Stage(name, s, self._bytes.get(name, 0)) for name, s in self.seconds.items())
 
-    def __call__(self, stage: str) -> "StageClock":
-        """Return the clock as a context whose wall time is added to the stage."""
-        self._next = stage
-        return self
-
-    def __enter__(self) -> None:
-        """Begin the stage of the latest call."""
+    @contextmanager
+    def __call__(self, stage: str) -> Iterator[None]:
+        """Return a context whose wall time is added to the stage."""
         before = resident_bytes() if self._memory else 0
         if self._memory:
             forget_peak()
-        self._begun.append((self._next, perf_counter(), self._inside, before))
-        self._inside = 0.0
-
-    def __exit__(self, *error: object) -> None:
-        """End the stage that began last."""
-        stage, start, outer, before = self._begun.pop()
-        elapsed = perf_counter() - start
-        self.seconds[stage] = self.seconds.get(stage, 0.0) + elapsed - self._inside
-        self._inside = outer + elapsed
-        if self._memory:
-            increase = max(0, peak_bytes() - before)
-            self._bytes[stage] = max(self._bytes.get(stage, 0), increase)
+        start, outer, self._inside = perf_counter(), self._inside, 0.0
+        try:
+            yield
+        finally:
+            elapsed = perf_counter() - start
+            self.seconds[stage] = self.seconds.get(stage, 0.0) + elapsed - self._inside
+            self._inside = outer + elapsed
+            if self._memory:
+                increase = max(0, peak_bytes() - before)
+                self._bytes[stage] = max(self._bytes.get(stage, 0), increase)
 
 
 def resident_bytes() -> int:

@@ -16,7 +16,7 @@ from kfac_engine.curvature.refreshes import averaged_shapes, refresh_cost
 from kfac_engine.curvature.schedule import Schedule
 from kfac_engine.engine.build import Assembly
 from kfac_engine.engine.loss_bindings import LossBinding
-from kfac_engine.engine.parameter_entries import ParameterEntries, block_key
+from kfac_engine.engine.parameter_entries import ParameterEntries
 from kfac_engine.graph.passes.train_form import inference_nodes, listed_names
 from kfac_engine.layers.match import LayerMatch, Tensors
 from kfac_engine.losses import LOSSES
@@ -135,7 +135,7 @@ def _report(
     model: OnnxModel,
     exps: Sequence[float],
 ) -> LayerReport:
-    key, names = block_key(layer), entries.names(layer)
+    key, names = layer.key, entries.names(layer)
     block = collection.fisher_blocks[key]
     approximation = collection.approximation_of(key)
     item = max(model.parameters[names[0]].dtype.itemsize, 4)

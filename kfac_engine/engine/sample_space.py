@@ -27,7 +27,7 @@ from kfac_engine.engine.batch_shards import BatchShards
 from kfac_engine.engine.build import Assembly
 from kfac_engine.engine.curvature_products import CurvatureProducts
 from kfac_engine.engine.factored_rows import FactoredRows, LossRows, rows_of_loss
-from kfac_engine.engine.layer_gradients import LayerReader, block_of_layer, packed, read_layers
+from kfac_engine.engine.layer_gradients import LayerReader, packed, read_layers
 from kfac_engine.engine.model_arrays import ModelArrays
 from kfac_engine.engine.validation import check_finite
 from kfac_engine.errors import NonFiniteError, UnsupportedError
@@ -480,8 +480,9 @@ class SampleSpace(CurvatureProducts):
                 places[part.name] = part.read(every)
             start += value.size
         arrays = (tuple(places[name] for name in each.parameters) for each in discovery.layers)
+        blocks = self._assembly.collection.fisher_blocks
         pairs = zip(discovery.layers, arrays, strict=True)
-        stacks = (packed(block_of_layer(self._assembly, layer), parts) for layer, parts in pairs)
+        stacks = (packed(blocks[layer.key], parts) for layer, parts in pairs)
         return np.concatenate([stack.reshape(-1) for stack in stacks])
 
     def _require_memory(self) -> None:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TypeAlias
 
-from kfac_engine._types import Array, DType
+from kfac_engine._types import Array, DType, Params
 from kfac_engine.graph.analysis.subgraph import of_data
 from kfac_engine.graph.structure import ONLY_SHAPES, Fact, Graph, Node
 from kfac_engine.layers.layer_forms import LayerForm, ScaleShiftForm
@@ -41,6 +41,11 @@ class LayerMatch:
     computed: tuple[NewValue, ...] = ()
     # Parts of the outputs that the graph reads apart: see ``output_parts``.
     output_parts: tuple[Array, ...] = field(default=(), compare=False)
+
+    @property
+    def key(self) -> Params:
+        """The key of the layer's block in a collection: one name, or several as a tuple."""
+        return self.parameters if len(self.parameters) > 1 else self.parameters[0]
 
 
 @dataclass(frozen=True)

@@ -177,10 +177,7 @@ class Layout:
     def layers(self) -> tuple[tuple[LayerMatch, FisherBlock], ...]:
         """Each layer with its block."""
         blocks = self.assembly.collection.fisher_blocks
-        return tuple(
-            (layer, blocks[layer.parameters if len(layer.parameters) > 1 else layer.parameters[0]])
-            for layer in self.assembly.discovery.layers
-        )
+        return tuple((layer, blocks[layer.key]) for layer in self.assembly.discovery.layers)
 
     @cached_property
     def weights(self) -> tuple[Places, ...]:

@@ -1,7 +1,7 @@
 """Defines the base class of blocks, which multiply by the Fisher matrix without forming it."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from math import isfinite, prod
 from typing import ClassVar, Protocol, TypeAlias, TypeVar
 
@@ -10,7 +10,7 @@ from kfac_engine.curvature.config import LEAST_EIGENVALUE, RelativeDamping, as_d
 from kfac_engine.curvature.factors.base import FisherFactor
 from kfac_engine.curvature.factors.eigenbasis import EigenbasisFactor
 from kfac_engine.curvature.factors.owner import Factor, FactorOwner
-from kfac_engine.curvature.factors.refresh import Level
+from kfac_engine.curvature.factors.refresh import Damping, Level
 from kfac_engine.curvature.factors.row_weights import LayerRows
 from kfac_engine.curvature.factors.statistics import Statistic, Uses
 from kfac_engine.errors import InputError, NotReadyError, RegistrationError, UnsupportedError
@@ -257,20 +257,27 @@ class FisherBlock(ABC):
         return (self.damping,)
 
     @abstractmethod
+    def _damped_factors(self) -> Iterable[tuple[FisherFactor, Damping]]:
+        """Return the factors whose powers are registered, each with its damping."""
+
     def register_matpower(self, exp: float) -> None:
         """Register a power, which each refresh computes."""
+        for factor, damping in self._damped_factors():
+            factor.register_matpower(exp, damping)
 
     def register_inverse(self) -> None:
         """Register the inverse, which each refresh computes."""
         self.register_matpower(-1)
 
-    @abstractmethod
     def register_cholesky(self) -> None:
         """Register the Cholesky factor, which each refresh computes."""
+        for factor, damping in self._damped_factors():
+            factor.register_cholesky(damping)
 
-    @abstractmethod
     def register_cholesky_inverse(self) -> None:
         """Register the inverse Cholesky factor, which each refresh computes."""
+        for factor, damping in self._damped_factors():
+            factor.register_cholesky_inverse(damping)
 
     # -- products -------------------------------------------------------------------------------
 
@@ -318,16 +325,20 @@ class FisherBlock(ABC):
         """Return the product of the damped inverse of the last refresh and a vector."""
         return self.multiply_matpower(vector, -1)
 
-    @abstractmethod
     def multiply_cholesky(self, vector: Vector, transpose: bool = False) -> Vector:
         """Return ``B`` or ``Bᵀ`` times a vector, where ``B Bᵀ`` is the damped block."""
+        return self._multiply_root(vector, transpose=transpose, inverse=False)
 
-    @abstractmethod
     def multiply_cholesky_inverse(self, vector: Vector, transpose: bool = False) -> Vector:
         """Return ``B⁻¹`` or ``B⁻ᵀ`` times a vector.
 
         ``B⁻ᵀ`` times white noise is a sample of N(0, F⁻¹).
         """
+        return self._multiply_root(vector, transpose=transpose, inverse=True)
+
+    @abstractmethod
+    def _multiply_root(self, vector: Vector, *, transpose: bool, inverse: bool) -> Vector:
+        """Return ``B`` times a vector, or the product with the transpose, the inverse or both."""
 
     @abstractmethod
     def full_fisher_block(self) -> Array:

@@ -9,7 +9,7 @@ Sources: Martens & Grosse 2015, arXiv:1503.05671, section 3 and 6.3 (damping); G
 2016, arXiv:1602.01407, equation 23; Martens, Ba & Johnson 2018, section 3.2 (independent uses).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod, sqrt
@@ -39,7 +39,7 @@ from kfac_engine.curvature.factors.divided import (
     block_shape,
 )
 from kfac_engine.curvature.factors.owner import FactorOwner
-from kfac_engine.curvature.factors.refresh import Level
+from kfac_engine.curvature.factors.refresh import Damping, Level
 from kfac_engine.curvature.factors.row_weights import LayerRows
 from kfac_engine.curvature.factors.sampled import SampledFactor, SampledMoment
 from kfac_engine.curvature.factors.statistics import (
@@ -285,17 +285,8 @@ class KroneckerProductFB(FisherBlock):
             return self._absolute_split()[1]
         return _relative_level(self.factors[1], sqrt(level))
 
-    def register_matpower(self, exp: float) -> None:
-        for factor, damping in zip(self.factors, self._dampings, strict=True):
-            factor.register_matpower(exp, damping)
-
-    def register_cholesky(self) -> None:
-        for factor, damping in zip(self.factors, self._dampings, strict=True):
-            factor.register_cholesky(damping)
-
-    def register_cholesky_inverse(self) -> None:
-        for factor, damping in zip(self.factors, self._dampings, strict=True):
-            factor.register_cholesky_inverse(damping)
+    def _damped_factors(self) -> Iterable[tuple[FisherFactor, Damping]]:
+        return zip(self.factors, self._dampings, strict=True)
 
     # -- products -------------------------------------------------------------------------------
 
@@ -337,12 +328,6 @@ class KroneckerProductFB(FisherBlock):
         if scale != 1.0:
             product *= scale
         return packing.from_rows(product, weight)
-
-    def multiply_cholesky(self, vector: Vector, transpose: bool = False) -> Vector:
-        return self._multiply_root(vector, transpose=transpose, inverse=False)
-
-    def multiply_cholesky_inverse(self, vector: Vector, transpose: bool = False) -> Vector:
-        return self._multiply_root(vector, transpose=transpose, inverse=True)
 
     def full_fisher_block(self) -> Array:
         xp = self._collection.backend.xp

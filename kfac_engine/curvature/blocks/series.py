@@ -101,10 +101,7 @@ class SeriesFB(KroneckerProductFB):
         # A sum over lags is not a product of two powers.
         return FisherBlock.multiply_weight(self, weight, exp)
 
-    def multiply_cholesky(self, vector: Vector, transpose: bool = False) -> Vector:
-        raise UnsupportedError(_NO_CHOLESKY)
-
-    def multiply_cholesky_inverse(self, vector: Vector, transpose: bool = False) -> Vector:
+    def _multiply_root(self, vector: Vector, *, transpose: bool, inverse: bool) -> Vector:
         raise UnsupportedError(_NO_CHOLESKY)
 
     def full_fisher_block(self) -> Array:

@@ -3,7 +3,7 @@
 The blocks of parameters that scale and shift the data, as in normalisation layers, are here, too.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from math import prod
 
@@ -25,7 +25,7 @@ from kfac_engine.curvature.factors.dense import DenseSquareMatrixFactor
 from kfac_engine.curvature.factors.diagonal import DiagonalFactor
 from kfac_engine.curvature.factors.eigenbasis import EigenbasisFactor, RotatedSquare
 from kfac_engine.curvature.factors.owner import FactorOwner
-from kfac_engine.curvature.factors.refresh import Level
+from kfac_engine.curvature.factors.refresh import Damping, Level
 from kfac_engine.curvature.factors.row_weights import LayerRows
 from kfac_engine.curvature.factors.statistics import (
     GradientOuter,
@@ -67,26 +67,14 @@ class SingleFactorFB(FisherBlock):
     def decompose(self, decomposition: Decomposition[Found]) -> Found:
         return decomposition.matrix(self.factor)
 
-    def register_matpower(self, exp: float) -> None:
-        self.factor.register_matpower(exp, self._current_damping)
-
-    def register_cholesky(self) -> None:
-        self.factor.register_cholesky(self._current_damping)
-
-    def register_cholesky_inverse(self) -> None:
-        self.factor.register_cholesky_inverse(self._current_damping)
+    def _damped_factors(self) -> Iterable[tuple[FisherFactor, Damping]]:
+        return ((self.factor, self._current_damping),)
 
     def multiply_matpower(self, vector: Vector, exp: float) -> Vector:
         vector = self._operand(vector)
         column = self._to_column(vector)
         product = self.factor.left_multiply_matpower(column, exp, self._current_damping)
         return self._from_column(product, vector)
-
-    def multiply_cholesky(self, vector: Vector, transpose: bool = False) -> Vector:
-        return self._multiply_root(vector, transpose=transpose, inverse=False)
-
-    def multiply_cholesky_inverse(self, vector: Vector, transpose: bool = False) -> Vector:
-        return self._multiply_root(vector, transpose=transpose, inverse=True)
 
     def full_fisher_block(self) -> Array:
         return self.factor.get_cov()
