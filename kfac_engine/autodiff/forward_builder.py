@@ -106,10 +106,6 @@ class ForwardBuilder(NodeBuilder):
         self._ones.add(name)
         return name
 
-    def is_one(self, name: str) -> bool:
-        """Return whether a value is ``one`` or ``ones``."""
-        return name in self._ones
-
     def zeros(self, like: str) -> str:
         """Write zeros in the shape and the type of the value ``like``."""
         zero = np.zeros(1, dtype=self.fact(like).dtype)
@@ -132,7 +128,7 @@ class ForwardBuilder(NodeBuilder):
         """Write a value in the shape of ``like``, to which it can be broadcast."""
         if self.fact(value).shape == self.fact(like).shape:
             return value
-        if self.is_one(value):
+        if value in self._ones:
             return self.ones(like)
         return self.known_as(self.op("Expand", value, self.op("Shape", like)), like)
 

@@ -151,17 +151,16 @@ def check_variances(
     """
     for node in filter(trains, graph.nodes):
         name = node.inputs[0]
-        if prod(facts[name].shape[2:]) == 1 and _values_of_channel(batch[name].shape) == 1:
+        if prod(facts[name].shape[2:]) > 1:
+            continue
+        shape = batch[name].shape
+        if prod(shape[:1]) * prod(shape[2:]) == 1:
             raise InputError(
                 f"BatchNormalization node '{node.name}' has one value for each channel in this "
                 f"batch of one example. Its result is then constant, and the layers before it have "
                 f"no gradient. Give two or more examples to each batch, and to each part of a "
                 f"batch, or train the inference form."
             )
-
-
-def _values_of_channel(shape: Sequence[int]) -> int:
-    return prod(shape[:1]) * prod(shape[2:])
 
 
 def checked_extras(extras: object) -> Extras:

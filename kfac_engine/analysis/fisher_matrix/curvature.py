@@ -56,10 +56,6 @@ class ExampleTile:
     # zeros.
     arrays: Mapping[str, Array]
 
-    def without_sources(self) -> "ExampleTile":
-        """Return the tile with derivatives summed over the ``k`` values of each example."""
-        return ExampleTile(self.examples, {n: a.sum(axis=1) for n, a in self.arrays.items()})
-
 
 class Curvature:
     """The mean Fisher matrix ``F`` of a data set; ``kfac_engine.curvature`` returns it.
@@ -308,7 +304,8 @@ class Curvature:
         """
         with single_threaded_blas(), ignore_overflow():
             for tile in _tiles(self.layout, *gradient_sources(self.layout, inputs, targets)):
-                yield tile.without_sources()
+                gradients = {name: each.sum(axis=1) for name, each in tile.arrays.items()}
+                yield ExampleTile(tile.examples, gradients)
 
     def example_jacobians(self, inputs: Mapping[str, Array]) -> Iterator[ExampleTile]:
         """Yield the rows of the Jacobian matrix of each example, layer by layer.

@@ -9,6 +9,7 @@ approximations of the mean of ``softmax(z)``, or of ``sigmoid(z)`` for independe
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from math import prod
 
@@ -71,15 +72,7 @@ def _monte_carlo(logits: LogitPrediction, samples: int, generator: np.random.Gen
     return total / samples
 
 
-def _bridge(logits: LogitPrediction, *_: object) -> Float:
-    return _dirichlet_mean(logits, normalized=False)
-
-
-def _bridge_norm(logits: LogitPrediction, *_: object) -> Float:
-    return _dirichlet_mean(logits, normalized=True)
-
-
-def _dirichlet_mean(logits: LogitPrediction, *, normalized: bool) -> Float:
+def _dirichlet_mean(logits: LogitPrediction, *_: object, normalized: bool) -> Float:
     """Return the mean of the Dirichlet distribution of the Laplace bridge, ``(n, k)``.
 
     The logits are conditioned on ``Σ_i z_i = 0``. With ``normalized``, mean and variances are
@@ -117,8 +110,8 @@ LINKS: Mapping[str, Link] = Registry(
     "link",
     {
         "probit": _probit,
-        "bridge": _bridge,
-        "bridge_norm": _bridge_norm,
+        "bridge": partial(_dirichlet_mean, normalized=False),
+        "bridge_norm": partial(_dirichlet_mean, normalized=True),
         "monte_carlo": _monte_carlo,
     },
 )

@@ -32,13 +32,9 @@ _OPTIONS: Mapping[int, tuple[_Multiply, _Solve]] = {
 }
 
 
-def _both_moments(d: int) -> tuple[int, ...]:
-    return 2, d, d
-
-
 # Measures the lag after ``register_cov_dt1`` only: blocks of both kinds can share a factor.
 USES = Side(KroneckerMoment, LaggedFactor)
-_SUCCESSIVE_USES = Side(KroneckerMoment, LaggedFactor, _both_moments)
+_SUCCESSIVE_USES = Side(KroneckerMoment, LaggedFactor, lambda d: (2, d, d))
 
 
 class SeriesFB(KroneckerProductFB):

@@ -250,7 +250,8 @@ class LaggedFactor(DenseSquareMatrixFactor):
     def arrays(self) -> dict[str, Array]:
         series = {
             f"series/{index}/{field.name}": self.backend.to_numpy(getattr(side, field.name))
-            for index, side in self._indexed()
+            for index, key in enumerate(self._series)
+            if (side := self._solvers.get(key)) is not None
             for field in fields(side)
         }
         return super().arrays() | series
@@ -265,8 +266,3 @@ class LaggedFactor(DenseSquareMatrixFactor):
                 self._solvers[key] = side(
                     *(self.backend.asarray(arrays[f"series/{index}/{name}"]) for name in names)
                 )
-
-    def _indexed(self) -> Iterator[tuple[int, _Side]]:
-        for index, key in enumerate(self._series):
-            if key in self._solvers:
-                yield index, self._solvers[key]
