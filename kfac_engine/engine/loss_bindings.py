@@ -30,7 +30,10 @@ LossChoice: TypeAlias = str | LossKind | LossFunction
 # A loss, a loss for each output, or a map from outputs and patterns of outputs to losses.
 LossChoices: TypeAlias = LossChoice | Sequence[LossChoice] | Mapping[str, LossChoice]
 # The reason for the choice of an output among several.
-_FINAL = "has the loss, because other outputs are only on the way to it; output=… names another"
+_FINAL = (
+    "has the loss, because other outputs are only on the way to it; output=… (--output) names "
+    "another"
+)
 # Operators that choose rows of a table, and the usual names of the ids and of their mask.
 _TABLES = ("Gather", "GatherBlockQuantized")
 _IDS, _MASK = "input_ids", "attention_mask"
@@ -146,11 +149,12 @@ class LossOptions:
         if len(chosen) != count:
             several = f"{len(chosen)} outputs and {count} {'loss' if count == 1 else 'losses'}"
             known = f"{several} are given; the" if chosen else "the"
+            example = (*real, *graph.outputs)[0]
             raise InputError(
                 f"{known} model has the outputs {', '.join(graph.outputs)}; name "
                 f"{'the one that the loss is' if count == 1 else f'those {count} that losses are'} "
-                f"put on with output=…, or give a loss for each output, such as "
-                f"loss={{'{(*real, *graph.outputs)[0]}': 'normal'}}."
+                f"put on with output=… (--output), or give a loss for each output, such as "
+                f"loss={{'{example}': 'normal'}} (--loss '{example}=normal')."
             )
         return chosen
 
@@ -242,7 +246,7 @@ def check_real(graph: Graph, facts: Mapping[str, Fact], values: Iterable[str]) -
         kinds.append(f"'{name}' holds {'text' if dtype.kind in 'OU' else dtype}{by}")
     raise InputError(
         f"nothing can be differentiated: {'; '.join(kinds)}. Name a value of real numbers before "
-        f"it with output=…."
+        f"it with output=… (--output)."
     )
 
 

@@ -271,7 +271,8 @@ def _only_output(
     real = final_outputs(graph, real_outputs(graph, facts))
     if output is None and len(real) != 1:
         raise InputError(
-            f"the model has the outputs {', '.join(graph.outputs)}; name one with output=…."
+            f"the model has the outputs {', '.join(graph.outputs)}; name one with "
+            f"output=… (--output)."
         )
     return real[0] if output is None else output
 

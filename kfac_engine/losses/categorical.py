@@ -251,7 +251,8 @@ class CategoricalLogitsNegativeLogProbLoss(LossFunction):
             meaning = f"one class id per row of '{self.logits}'"
             if fitting:
                 meaning += (
-                    f"; give class_axis={fitting[0]}, if that axis of {shape} holds the classes"
+                    f"; give class_axis={fitting[0]} (--class-axis), if that axis of {shape} holds "
+                    f"the classes"
                 )
             require_shape("targets", targets.shape, expected, meaning)
         if targets.dtype.kind not in "iu":

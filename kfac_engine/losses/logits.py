@@ -242,7 +242,8 @@ def _check_axis(
     if not -rank <= class_axis < rank or axis != class_axis % rank:
         raise ShapeError(
             f"class_axis={class_axis}, but {node.op} (node '{node.name}') makes '{output}' with "
-            f"the classes on axis {axis}; pass class_axis={axis}."
+            f"the classes on axis {axis}; pass class_axis={axis} "
+            f"(--class-axis)."
         )
 
 

@@ -1,7 +1,11 @@
 """Options of losses, and weights of targets in data files, on the command line."""
 
+import re
+
 import numpy as np
+import onnx
 import pytest
+from onnx import numpy_helper, parser
 from safetensors.numpy import load_file
 
 import kfac_engine as ke
@@ -68,6 +72,20 @@ def test_a_wrong_loss_is_one_clear_error(batch, loss, message, capsys, tmp_path)
     arguments = ["precondition", "m.onnx", "--inputs", "x.npz", "-o", "g.safetensors"]
     assert main([*arguments, "--loss", first, *several]) == 2
     assert message in " ".join(capsys.readouterr().err.split())
+
+
+def test_errors_on_several_outputs_name_the_options_of_the_command(batch, capsys):
+    model = parser.parse_model("""<ir_version: 8, opset_import: ["": 18]>
+        m (float[N,2] x) => (float[N,2] y, float[N,2] z) { y = Relu (x)  z = MatMul (x, w) }""")
+    model.graph.initializer.append(numpy_helper.from_array(np.eye(2, dtype=np.float32), "w"))
+    onnx.save(model, "several.onnx")
+    assert main(["inspect", "several.onnx"]) == 2
+    said = capsys.readouterr().err
+    advice = re.search(r"\((--loss) '(y=normal)'\)", said)
+    assert "(--output)" in said
+    assert main(["inspect", "several.onnx", advice[1], advice[2].replace("y", "z")]) == 0
+    assert main(["differentiate", "several.onnx", "-o", "gradient.onnx"]) == 2
+    assert "(--output)" in capsys.readouterr().err
 
 
 def test_training_files_have_an_input_for_weights(batch, capsys):

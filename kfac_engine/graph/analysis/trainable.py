@@ -82,8 +82,10 @@ _WEIGHT_ATTRIBUTES = frozenset(
 
 # Operators whose scalar operands are epsilons, temperatures or factors such as 0.5 in Gelu.
 _ARITHMETIC = frozenset({"Add", "Div", "Max", "Mean", "Min", "Mod", "Mul", "Sub", "Sum", "Where"})
-# Operators after which a scalar operand is the bias of a layer with one output.
+# Operators with which a single number in a sum is the bias of layers with one output.
 _LAYERS = frozenset({"Conv", "ConvTranspose", "Einsum", "Gemm", "MatMul"})
+
+_SUMS = frozenset({"Add", "Mean", "Sub", "Sum"})
 
 # Upper bound of the entries of an attention mask, which are -inf, the lowest float or -1e9. Trained
 # offsets are smaller.
@@ -320,7 +322,7 @@ def _setting(graph: Graph, array: Array, node: Node, index: int, *, learned: boo
         return f"{setting} {where}"
     if learned or node.domain or node.op not in _ARITHMETIC:
         return None
-    if array.size == 1 and not (array.ndim and node.op == "Add" and _follows_layer(graph, node)):
+    if array.size == 1 and not (array.ndim and node.op == "Add" and _has_layer(graph, node)):
         return f"a single number in arithmetic {where}"
     if node.op == "Div" and index == 1 and holds_count(array):
         return f"a count {where}"
@@ -374,9 +376,16 @@ def _is_whole(graph: Graph, name: str) -> bool:
     return bool((np.abs(array.astype(np.int64)) > 1).any())  # zeros and ones are a mask
 
 
-def _follows_layer(graph: Graph, node: Node) -> bool:
-    makers = (graph.producers.get(name) for name in node.inputs)
-    return any(maker is not None and maker.op in _LAYERS for maker in makers)
+def _has_layer(graph: Graph, total: Node) -> bool:
+    """Return whether an addend of a sum, which may be a sum itself, is the output of a layer."""
+    sums = [total]
+    for node in sums:  # the loop appends to the list
+        sources = (graph.source(name, RELAYS) for name in node.inputs)
+        makers = [maker for name in sources if (maker := graph.producers.get(name))]
+        if any(maker.op in _LAYERS for maker in makers):
+            return True
+        sums += [m for m in makers if m.op in _SUMS and all(m is not other for other in sums)]
+    return False
 
 
 def _is_float(array: Array) -> bool:

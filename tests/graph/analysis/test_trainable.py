@@ -72,6 +72,9 @@ EXCLUDED = {
     "temperature": ("y = Div (x, c)", {"c": [8.0]}, "single number"),
     "number_before_layer_result": ("p = MatMul (x, w)  y = Add (p, c)",
                                    {"c": 1.0, "w": np.ones((3, 1))}, "single number"),
+    "epsilon_behind_a_function_of_layers": (
+        "p = MatMul (x, w)  q = Mul (p, p)  s = Add (q, q)  y = Add (s, c)",
+        {"c": [1e-5], "w": np.ones((3, 1))}, "single number"),
     "zero_of_a_product": ("y = Gemm <beta = 0.0> (x, w, c)", {"c": 0.0, "w": np.ones((3, 2))},
                           "a layer without bias"),
     "zero_of_two_products": ("h = Gemm (x, w, c)  y = Gemm (h, w, c)",
@@ -129,6 +132,12 @@ KEPT = {
     "added_bias_of_one": ("p = MatMul (x, w)  y = Add (p, c)", {"c": [0.5], "w": np.ones((3, 1))}),
     "bias_of_one_in_front": ("p = MatMul (x, w)  y = Add (c, p)",
                              {"c": [0.5], "w": np.ones((3, 1))}),
+    "bias_of_a_sum_of_layers": (
+        "p = MatMul (x, w)  q = Gemm (x, w)  s = Sub (p, q)  y = Add (s, c)",
+        {"c": [0.5], "w": np.ones((3, 1))}),
+    "bias_of_a_residual_sum": (
+        "p = MatMul (x, w)  q = Squeeze (p, a)  s = Sum (b, q, x)  t = Mean (s, s)  y = Add (c, t)",
+        {"c": [[0.5]], "w": np.ones((3, 1)), "a": [1], "b": [0.1, 0.2]}),
     "vector_in_arithmetic": ("y = Mul (x, c)", {"c": [1.0, 2.0, 3.0]}),
     "offsets_with_negative_entries": ("y = Add (x, c)", {"c": [0.0, -900.0, 0.0]}),
     "slope": ("y = PRelu (x, c)", {"c": [0.25]}),
