@@ -23,7 +23,7 @@ def one_line(text: str) -> str:
 
 
 def shortened(text: str, most: int) -> str:
-    """Return the text in printable form, shortened in the middle to ``most`` characters or so."""
+    """Return the text in printable form, shortened in the middle to about ``most`` characters."""
     # The first cut bounds the time for long texts, the second the length of escapes.
     return _cut(printable(_cut(text, most)), most)
 

@@ -296,8 +296,8 @@ def loss_options(
     reduction = getattr(loss, "reduction", "mean")
     if reduction == "none":
         raise UnsupportedError(
-            "a loss with reduction='none' is not a number; give the loss with the reduction whose "
-            "gradients the module has, 'mean' or 'sum'."
+            "a loss with reduction='none' is an array; give the loss with the reduction of the "
+            "training loss, 'mean' or 'sum'."
         )
     options: dict[str, Any] = {"reduction": reduction}
     if isinstance(loss, torch.nn.CrossEntropyLoss | torch.nn.NLLLoss):

@@ -52,7 +52,7 @@ class LineProduct(NamedTuple):
 
     @property
     def partners(self) -> range:
-        """Pixels ``q + δ·d`` of the first offset, along the last axis."""
+        """The pixels that ``pixels`` are multiplied by at the first offset, along the last axis."""
         shift = self.alongs.start * self.dilations[-1]
         return range(self.pixels.start + shift, self.pixels.stop + shift)
 

@@ -32,7 +32,7 @@ def patch_sums(x: Array, window: Window, dtype: DType, xp: ModuleType) -> Array:
 def row_sums(x: Array, window: Window, dtype: DType, xp: ModuleType) -> Array:
     """Return the sum of the patches of each image, ``(n, taps·channels)``, in ``dtype``.
 
-    Features are tap-major.
+    The features are in the order of the taps, and of the channels for each tap.
     """
     sums_by_tap: Array = _by_taps(x.astype(dtype, copy=False), window, xp).reshape(len(x), -1)
     return sums_by_tap

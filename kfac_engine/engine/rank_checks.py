@@ -151,9 +151,9 @@ def find_place_dependence(
     """Return a node whose results for an example depend on the number or places of the examples.
 
     The model runs on the batch of the sample run, and on this batch without its first example. The
-    result is the operator and name of the node; ``""`` if the results are equal, if the model runs
-    with one batch size only, or if some examples are not a batch. ``batch`` is the result of
-    ``find_batch``; ``inputs`` is None for a generated batch.
+    result is the operator and name of the node; ``""`` if the results are equal, or if the model
+    does not run with another number of examples. ``batch`` is the result of ``find_batch``;
+    ``inputs`` is None for a generated batch.
     """
     if batch.fixed or batch.joint or batch.size == 1:
         return ""

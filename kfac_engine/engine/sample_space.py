@@ -132,8 +132,8 @@ class SampleSpace(CurvatureProducts):
     ) -> None:
         if assembly.model.new_buffers:
             raise UnsupportedError(
-                "the model has normalizations with statistics of the batch, so that its examples "
-                "depend on each other and have no rows of their own; use KfacOptimizer."
+                "the model normalizes by the statistics of a batch, so that its examples depend on "
+                "each other, and exact steps cannot separate them; use KfacOptimizer."
             )
         assembly.task.require_examples("the sample space needs")
         super().__init__(assembly, arrays, traced, shards)

@@ -109,8 +109,9 @@ def model_files(
 def write_model(path: str | Path, files: ModelFiles) -> None:
     """Write a model and its second file, if any; each is replaced whole or not at all.
 
-    A crash between the two leaves the old message beside new weights, which it fits if it was
-    written here from the same graph. Two files for a device or pipe raise InputError.
+    After a crash between the two, the old message stands beside the new weights. The files still
+    fit together if this function wrote both from one graph. Two files for a device or pipe raise
+    InputError.
     """
     target = Path(path)
     if files.tensors:

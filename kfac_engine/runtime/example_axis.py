@@ -195,7 +195,7 @@ def same_symbol(inputs: Sequence[Input], axes: Axes) -> dict[str, tuple[int, ...
 def same_length(
     inputs: Sequence[Input], facts: Mapping[str, Fact], axes: Axes
 ) -> dict[str, tuple[int, ...]]:
-    """Return the further axes of inputs without a size that are as long as the axis in ``axes``."""
+    """Return the other axes without a declared size that are as long as the axis in ``axes``."""
     squares = {}
     for entry in inputs:
         shape = facts[entry.name].shape

@@ -281,7 +281,7 @@ class _Measurement:
                 seen = objective.observe(trace).as_piece()
                 self.log_likelihood -= examples * objective.value(trace, seen)
         if not self.examples:
-            raise InputError("the data have no example; pass one batch at least.")
+            raise InputError("the data have no examples; pass at least one batch.")
         objective.require_counts(BatchSize(self.examples, (self.predictions,)))
         if not has_targets:
             self.log_likelihood = None

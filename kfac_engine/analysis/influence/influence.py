@@ -193,7 +193,7 @@ class Influence:
             totals = tuple(map(sum, zip(totals, of_batch, strict=True)))
             yield batch
         if not number:
-            raise InputError(f"the {noun} have no example; pass one batch at least.")
+            raise InputError(f"the {noun} have no examples; pass at least one batch.")
         objective.require_counts(BatchSize(1, totals))
 
     def _tiles(self, batch: Sources) -> Iterator[tuple[Block, slice, Gradients]]:

@@ -94,7 +94,7 @@ class CurvatureOperator(LinearOperator):  # type: ignore[misc] # SciPy has no ty
                 f"change."
             )
         if not examples:
-            raise InputError("the data have no example; pass one batch at least.")
+            raise InputError("the data have no examples; pass at least one batch.")
         self.examples = examples
         return total / examples
 

@@ -47,7 +47,7 @@ def _destandardise(b: VjpBuilder, h: _Standardised, gh: str, slope: str = "") ->
 
 @vjp_rule("LayerNormalization")
 def layer_normalization(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
-    """Return the gradient of a normalization over the last axes, with Mean and InvStdDev."""
+    """Return the gradient of a normalization over the last axes, and of its Mean and InvStdDev."""
     x, scale = node.inputs[:2]
     first = integer(node, "axis", -1) % b.rank(x)
     axes = range(first, b.rank(x))

@@ -151,7 +151,7 @@ class LaggedFactor(DenseSquareMatrixFactor):
     # -- inverses of sums over lags -------------------------------------------------------------
 
     def register_series(self, option: int, damping_func: Damping) -> None:
-        """Register one factor of a closed form of the inverse, computed at each refresh.
+        """Register what an inverse in closed form needs of this factor, for each refresh.
 
         Args:
             option: 1 or 2; see ``curvature.linalg.lags``.
