@@ -31,18 +31,11 @@ _MOST_CHARACTERS = 80
 class LayerCollection(FactorOwner):
     """The layers and losses of a model with their blocks and shared factors.
 
-    A collection belongs to one estimator.
-
-    Args:
-        graph: The model, or shapes of named tensors (``{"w": (4, 3)}``) for use without one.
-        name: For messages.
-        config: Options of averages, damping and inverses.
-        backend: ``"auto"``, ``"numpy"`` or ``"cupy"``, or a result of ``select``.
+    A collection belongs to one estimator. The arguments are those of ``FactorOwner``, and ``name``
+    for messages.
 
     Attributes:
         fisher_blocks: Blocks by parameters (a name or a tuple), in the order of registration.
-        fisher_factors: Factors by ``(class, arguments)``, in the order of creation.
-        graph: The model, or the shapes.
         subgraph: The part of the model that the losses depend on; None before
             ``create_subgraph``, and without a model.
         divided: What each block multiplies in vectors, by the names of their arrays.

@@ -68,12 +68,10 @@ def check_counts(seed: object, batch_size: object, needs_batch_size: bool) -> No
 class Fisher(Sealed):
     """Averages, inverses and products of the blocks of a collection, over one process or several.
 
-    The arguments are those of ``compat.FisherEstimator``. The collection is closed for further
-    registrations.
+    Arguments and errors are those of ``compat.FisherEstimator``. The collection is closed for
+    further registrations.
 
     Attributes:
-        blocks: The blocks of the collection.
-        factors: The factors of the collection.
         sources: Computes the values of a batch that factors read.
         differentiated: Values with respect to which updates differentiate the losses of the whole
             batch.
@@ -85,12 +83,6 @@ class Fisher(Sealed):
         division: Divides the averages, the refreshes and the products among processes.
         slices: The slices of each parameter of a model, whose blocks have slices.
         to_file: Converts products by parameter to the layout of a file.
-
-    Raises:
-        InputError: No loss is registered, the mode is unknown, the decay is outside [0, 1], or the
-            batch size is missing.
-        RegistrationError: The variables are not the registered ones, or the collection serves
-            another estimator.
     """
 
     def __init__(  # noqa: PLR0913 (the options of an estimate)

@@ -169,17 +169,9 @@ def origin_named(model: OnnxModel, trace: Trace, objective: Objective) -> Iterat
 
 
 class BatchPasses:
-    """Evaluates and differentiates batches.
-
-    Args:
-        assembly: The model and its losses.
+    """Evaluates and differentiates batches of a model with its losses.
 
     Attributes:
-        model: The model.
-        task: The losses and examples of the model.
-        objective: Losses and reduction.
-        example_axes: The axes of the examples in inputs and targets.
-        arrays: Converts arrays of the model.
         shards: The processes, and their shards of the latest batch.
         agreement: Makes all processes continue, or raise the same error.
         history: Losses of the latest calls.
@@ -212,17 +204,8 @@ class BatchPasses:
     def parts(self, inputs: Inputs, targets: Targets = None) -> Sequence[Batch]:
         """Return the parts of a batch: one, unless a list of parts is given.
 
-        Labels of a loss that the file computes are targets, even if they are passed as inputs.
-
-        Args:
-            inputs: As for ``Engine.trace``; or a list of parts, each a pair of inputs and targets.
-            targets: The targets; None for a list of parts.
-
-        Returns:
-            Pairs of inputs and targets.
-
-        Raises:
-            InputError: The list is empty, an entry is not a part, or targets are given twice.
+        A part is a pair of inputs and targets. Labels of a loss that the file computes are targets,
+        even if they are passed as inputs. Arguments and errors are as for ``parts_of``.
         """
         loss, parts = self.task.file_loss, parts_of(inputs, targets)
         if len(parts) > 1:

@@ -75,13 +75,8 @@ class BatchShards:
     ) -> "ExchangedPart":
         """Exchange the sizes of shards, and compare the parameters once in 100 exchanges.
 
-        Args:
-            trace: The shard of this rank, or a part of it.
-            observation: The targets of the trace.
-            examples: Number of examples of the shard, if the trace has a part of them.
-
-        Returns:
-            The part of all ranks, with the observation as a piece of it.
+        ``trace`` is the shard of this rank, or a part of it; ``examples`` is then the number of
+        examples of the shard.
 
         Raises:
             ShapeError: Ranks have different numbers of positions for each example.

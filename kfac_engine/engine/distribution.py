@@ -44,12 +44,6 @@ _WIDE = np.dtype(np.float64)
 class Distribution(Division):
     """Divides the averages and inverses of an engine among ranks; see ``Replicate`` and ``Shard``.
 
-    Args:
-        shards: The ranks.
-        assembly: The model.
-        fisher: The Fisher matrix of the model.
-        reports: Returns a report for each layer with its block.
-
     Attributes:
         divided: Factors whose averages are divided among the ranks.
     """

@@ -27,11 +27,7 @@ _ROUNDING = 1e-5
 class ExampleGradients:
     """Differentiates the losses of a batch example by example.
 
-    Args:
-        model: The model.
-        objective: The losses.
-        batch: The axes of the examples.
-        inputs: The batch of the sample run; None for generated inputs.
+    ``inputs`` is the batch of the sample run; None for generated inputs.
     """
 
     def __init__(

@@ -20,9 +20,7 @@ from kfac_engine.system.writing import checked_path
 class ModelArrays:
     """Converts arrays of a model to arrays of a caller or of a file, and back.
 
-    Args:
-        model: The model. It may run in another memory space than the backend.
-        backend: Array library of the caller.
+    The model may run in another memory space than ``backend``, the array library of the caller.
     """
 
     def __init__(self, model: OnnxModel, backend: Backend) -> None:

@@ -13,10 +13,6 @@ from kfac_engine.layers.parameter_slices import ParameterSlice, Piece, describe_
 class ParameterEntries:
     """The parameters of layers, with the entries that each layer uses.
 
-    Args:
-        discovery: The layers of a model, and the slices of its parameters.
-        parameters: Values by parameter name.
-
     Attributes:
         layers: The layers, in the order of the graph.
         shapes: Shapes by parameter name.

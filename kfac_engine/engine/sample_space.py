@@ -110,12 +110,6 @@ class SampleSpace(CurvatureProducts):
     of the batch one after the other, in each part the losses, and for each loss the entries of its
     inner shape in row-major order. All processes make the same calls.
 
-    Args:
-        assembly: The model with its losses.
-        arrays: Converts arrays of the model.
-        traced: The batch with its targets.
-        shards: The shards of the batch.
-
     Attributes:
         rows: Number of rows of all processes.
         most_of_example: Largest number of rows of an example for one loss.
@@ -192,12 +186,7 @@ class SampleSpace(CurvatureProducts):
         return total, rho
 
     def combine(self, u: Array, names: Sequence[str]) -> dict[str, Array]:
-        """Return ``Rᵀ u`` by parameter, in new arrays.
-
-        Args:
-            u: Vector of the sample space.
-            names: The parameters.
-        """
+        """Return ``Rᵀ u`` for some parameters by name, in new arrays."""
         total: dict[str, Array] = {}
         parts = iter(zip(self._starts, self._starts[1:], self._shapes, strict=False))
 

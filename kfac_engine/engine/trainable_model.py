@@ -27,9 +27,6 @@ from kfac_engine.sealed import Sealed
 class TrainableModel(Sealed):
     """A model with losses, as ``Curvature.model`` has it; ``Engine`` adds curvature.
 
-    Args:
-        assembly: The model and its losses.
-
     Attributes:
         passes: Evaluates and differentiates batches; it has the model and the processes.
         objective: Losses and reduction.

@@ -328,7 +328,7 @@ def unit_vectors(b: ForwardBuilder, wrt: str, features: tuple[int, ...]) -> dict
     d = prod(features)
     whole = b.constant(np.eye(d, dtype=np.int8).reshape(d, *features))
     rows = b.op("Cast", whole, to=FLOAT_CODES[b.facts[wrt].dtype.name])
-    each = b.multi("Split", (rows, b.constant([1] * d)), ("",) * d, axis=0)
+    each = b.split(rows, [1] * d, axis=0)
     shape = b.op("Shape", wrt)
     return {i: b.known_as(b.op("Expand", row, shape), wrt) for i, row in enumerate(each)}
 

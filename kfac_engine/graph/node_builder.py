@@ -67,6 +67,10 @@ class NodeBuilder:
         self.nodes.append(Node(op, tuple(inputs), names, attributes, label, domain))
         return names
 
+    def split(self, value: str, sizes: Sequence[int], axis: int) -> tuple[str, ...]:
+        """Add a Split of ``value`` into parts of some sizes; return the names of the parts."""
+        return self.multi("Split", (value, self.constant(sizes)), ("",) * len(sizes), axis=axis)
+
     def cast(self, value: str, dtype: str, result: str = "") -> str:
         """Add a Cast of ``value`` to the NumPy type ``dtype``; return the name of the result."""
         return self.write("Cast", (value,), (result,), {"to": TYPE_CODES[dtype]})[0]

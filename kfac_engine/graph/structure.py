@@ -38,6 +38,10 @@ class Node:
     name: str = ""  # name, unique in the graph
     domain: str = ""  # operator domain; ``""`` is the standard one
 
+    def operand(self, index: int) -> str:
+        """Return the name of an operand; ``""`` for an omitted one."""
+        return self.inputs[index] if index < len(self.inputs) else ""
+
     @property
     def captures(self) -> tuple[str, ...]:
         """Names of the outer values that the bodies of this node read."""

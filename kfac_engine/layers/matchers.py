@@ -171,7 +171,7 @@ def _gemm(context: MatchContext, node: Node, index: int) -> LayerMatch | str:
         return "Gemm with alpha 0"
     transposed = bool(node.attributes.get("transB", 0))
     d_out = context.shapes[weight][0 if transposed else 1]
-    addend = node.inputs[2] if len(node.inputs) > 2 else ""
+    addend = node.operand(2)
     bias: tuple[str, ...] = (addend,) if context.is_bias(addend, weight, d_out) else ()
     outputs = node.outputs[0]
     if not addend:
@@ -233,9 +233,9 @@ def _conv(context: MatchContext, node: Node, index: int) -> LayerMatch | str:
     kind, spatial = _CONVOLUTIONS[axes]
     bias: tuple[str, ...] = ()
     outputs = node.outputs[0]
-    if len(node.inputs) > 2 and context.is_bias(node.inputs[2], weight, shape[0]):
-        bias = (node.inputs[2],)
-    elif len(node.inputs) < 3 or not node.inputs[2]:
+    if context.is_bias(node.operand(2), weight, shape[0]):
+        bias = (node.operand(2),)
+    elif not node.operand(2):
         outputs, bias = _with_bias(context, outputs, weight, shape[0], channel_axes=axes)
     options = _window(node, axes) | {"weight_format": f"OI{spatial}", "has_bias": bool(bias)}
     parameters = weight, *bias

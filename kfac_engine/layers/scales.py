@@ -77,7 +77,7 @@ def scale_of_normalization(context: MatchContext, node: Node, index: int) -> Lay
     reason = broadcast_mismatch(context, scale, y, axis)
     if reason:
         return f"scale of {node.op}, {reason}"
-    shift = node.inputs[2] if len(node.inputs) > 2 else ""
+    shift = node.operand(2)
     parameters = (scale, shift) if context.goes_with(shift, scale) else (scale,)
     computed = _normalised(context, node)
     x, form = computed.node.outputs[0], _form(context, y, axis, *parameters)

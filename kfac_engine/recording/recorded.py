@@ -77,8 +77,7 @@ class Level(NodeBuilder):
         copies = {}
         for name, count in counts.items():
             if count > 1 and name in self.constants and not self.constants[name].size:
-                sizes = self.constant(np.zeros(count, np.int64))
-                copies[name] = list(self.multi("Split", [name, sizes], [""] * count, axis=0))
+                copies[name] = list(self.split(name, [0] * count, axis=0))
         return copies
 
 

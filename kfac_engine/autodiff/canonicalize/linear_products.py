@@ -154,7 +154,7 @@ def _gemm(b: LoweringBuilder, node: Node, index: int) -> None:
     With a bias the form is ``β·(x·W + C)``, where ``x`` is the data times ``α / β``.
     """
     alpha, beta = number(node, "alpha", 1.0), number(node, "beta", 1.0)
-    bias = node.inputs[2] if len(node.inputs) > 2 and beta else ""
+    bias = node.operand(2) if beta else ""
     last = beta if bias else 1.0
     data_transposed, weight_transposed = (
         bool(integer(node, name, 0))

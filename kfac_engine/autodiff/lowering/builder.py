@@ -60,7 +60,7 @@ def split_steps(b: LoweringBuilder, node: Node, value: str, axis: int) -> tuple[
     """
     shape = b.facts[value].shape
     length = check_steps(b, node, shape[axis])
-    pieces = b.multi("Split", [value, b.constant([1] * length)], ("",) * length, axis=axis)
+    pieces = b.split(value, [1] * length, axis)
     label_last(
         b,
         f"{node.op} was unrolled over {length} steps, the number in the sample inputs; "

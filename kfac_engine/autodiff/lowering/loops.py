@@ -44,7 +44,7 @@ def trip_count(b: LoweringBuilder, node: Node, body: Body, known: KnownValues) -
 
 def _operand(b: LoweringBuilder, node: Node, known: KnownValues, index: int) -> Array | None:
     """Return the limit or the first condition; None if the node has none."""
-    name = node.inputs[index] if len(node.inputs) > index else ""
+    name = node.operand(index)
     return _known(b, node, known, name) if name else None
 
 

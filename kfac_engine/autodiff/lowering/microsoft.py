@@ -285,7 +285,7 @@ def attention(b: LoweringBuilder, node: Node) -> None:
     sizes = integers(node, "qkv_hidden_sizes", (whole // 3,) * 3)
     projected = b.op("MatMul", x, weights)
     projected = b.op("Add", projected, bias) if bias else projected
-    parts = b.multi("Split", [projected, b.constant(sizes)], ("", "", ""), axis=-1)
+    parts = b.split(projected, sizes, axis=-1)
     q, k, v = (_heads(b, part, heads) for part in parts)
     form = _padded_form(node)
     _attend(b, node, (q, k, v), form, [_padding(b, node, mask, k, form), added], y)
@@ -380,8 +380,7 @@ def _projected(
         raise b.refuse(node, "packed operands are not supported")
     parts = list(operands)
     if bias:
-        sizes = b.constant([b.facts[name].shape[-1] for name in operands])
-        shifts = b.multi("Split", [bias, sizes], ("", "", ""), axis=0)
+        shifts = b.split(bias, [b.facts[name].shape[-1] for name in operands], axis=0)
         parts = [b.op("Add", x, shift) for x, shift in zip(operands, shifts, strict=True)]
     q, k, v = (
         _heads(b, part, heads) if rank == 3 else part
@@ -397,8 +396,8 @@ def _grouped(
     query, key, value = operands
     if not key:
         size = b.facts[query].shape[-1] // (heads + 2 * shared)
-        sizes = b.constant([heads * size, shared * size, shared * size])
-        query, key, value = b.multi("Split", [query, sizes], ("", "", ""), axis=-1)
+        sizes = [heads * size, shared * size, shared * size]
+        query, key, value = b.split(query, sizes, axis=-1)
     return _heads(b, query, heads), _heads(b, key, shared), _heads(b, value, shared)
 
 

@@ -151,8 +151,7 @@ class Kit:
 
         ``gates`` is the number of gates of each part.
         """
-        sizes = self.b.constant([gate * self.hidden for gate in gates])
-        return self.b.multi("Split", [value, sizes], ("",) * len(gates), axis=1)
+        return self.b.split(value, [gate * self.hidden for gate in gates], axis=1)
 
 
 def product(b: LoweringBuilder, x: str, weight: str, bias: str) -> str:
@@ -329,16 +328,14 @@ class _Unrolled:
             return ("",) * count
         if count == 1:
             return (self._builder.op("Squeeze", name, self._zero),)
-        sizes = self._builder.constant([1] * count)
-        pieces = self._builder.multi("Split", [name, sizes], ("",) * count, axis=0)
+        pieces = self._builder.split(name, [1] * count, axis=0)
         return tuple(self._builder.op("Squeeze", piece, self._zero) for piece in pieces)
 
     def _cut(self, value: str, *gates: int) -> tuple[str, ...]:
         """Split the rows into parts of whole gates; return ``""`` for an omitted value."""
         if not value or len(gates) == 1:
             return (value,) * len(gates)
-        sizes = self._builder.constant([count * self._hidden for count in gates])
-        return self._builder.multi("Split", [value, sizes], ("",) * len(gates), axis=0)
+        return self._builder.split(value, [count * self._hidden for count in gates], axis=0)
 
     # -- examples of several lengths ---------------------------------------------------------------
 

@@ -67,7 +67,7 @@ _CHANGES = {"SequenceInsert": _insert, "SequenceErase": _erase}
 
 def _position(b: LoweringBuilder, node: Node, index: int, known: KnownValues, last: int) -> int:
     """Return operand ``index`` as a position from 0 to ``last``; ``last`` if it is omitted."""
-    name = node.inputs[index] if len(node.inputs) > index else ""
+    name = node.operand(index)
     if not name:
         return last
     value = known.get(name)
@@ -143,7 +143,7 @@ def split_to_sequence(b: LoweringBuilder, node: Node) -> None:
         whole, rest = divmod(side, int(each))
         sizes = [int(each)] * whole + [rest] * bool(rest)
     count = check_steps(b, node, len(sizes))
-    parts = b.multi("Split", [x, b.constant(sizes)], ("",) * count, axis=axis)
+    parts = b.split(x, sizes, axis)
     label_last(b, f"{node.op} has {count} parts of {side}, as in the sample inputs")
     if not split and not integer(node, "keepdims", 1):
         at = b.constant([axis])

@@ -22,7 +22,7 @@ def dft(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
     onesided, inverse = (integer(node, name, 0) for name in ("onesided", "inverse"))
     if onesided and inverse:
         return {0: _real_result(b, node, g[0], axis)}
-    x, length = node.inputs[0], node.inputs[1] if len(node.inputs) > 1 else ""
+    x, length = node.inputs[0], node.operand(1)
     spectrum, points = g[0], _side(b, x, axis)
     if length:
         points = b.forward("Reshape", length, b.constant([1]))
@@ -65,7 +65,7 @@ def _axis(b: VjpBuilder, node: Node) -> int:
     rank = b.rank(node.inputs[0])
     if b.graph.opset < 20:
         return integer(node, "axis", 1) % rank
-    name = node.inputs[2] if len(node.inputs) > 2 else ""
+    name = node.operand(2)
     if name and name not in b.graph.constants:
         raise UnsupportedOpError(
             f"no derivative rule for DFT over an axis that is computed at node '{node.name}'; "

@@ -22,7 +22,7 @@ class _Reduction:
 
 def _reduction(b: VjpBuilder, node: Node, g: Cotangents) -> _Reduction:
     x, y = node.inputs[0], node.outputs[0]
-    axes_operand = node.inputs[1] if len(node.inputs) > 1 else ""
+    axes_operand = node.operand(1)
     if axes_operand and b.sample_shape(axes_operand) != (0,):
         axes = axes_operand
     elif integer(node, "noop_with_empty_axes", 0) == 1:

@@ -53,7 +53,7 @@ def _coordinates(node: Node) -> str:
 
 def _tiling(b: VjpBuilder, node: Node) -> tuple[int, ...]:
     """Return the number of copies of a pixel along each spatial axis; empty for other modes."""
-    name = node.inputs[2] if len(node.inputs) > 2 else ""
+    name = node.operand(2)
     scales = b.graph.constants.get(name)
     rounding = text(node, "nearest_mode", "round_prefer_floor")
     if (
@@ -97,7 +97,7 @@ def _resized(b: VjpBuilder, node: Node) -> tuple[int, ...]:
     """Return the axes that may change; an unchanged axis only costs a product."""
     x, y = node.inputs[0], node.outputs[0]
     named = _named_axes(b, node)
-    scales = b.graph.constants.get(node.inputs[2] if len(node.inputs) > 2 else "")
+    scales = b.graph.constants.get(node.operand(2))
     if scales is not None and scales.shape == (len(named),) and _coordinates(node) not in _MOVING:
         return tuple(axis for axis, scale in zip(named, scales, strict=True) if scale != 1)
     if "axes" in node.attributes:

@@ -23,12 +23,7 @@ from kfac_engine.layers.grouped import GroupedForm
 
 
 class GroupedKroneckerFB(KroneckerProductFB):
-    """A Kronecker block for each group of a convolution.
-
-    Args:
-        collection: Owner of the factors.
-        form: Layout of the convolution.
-    """
+    """A Kronecker block for each group of a convolution."""
 
     def __init__(self, collection: FactorOwner, form: GroupedForm) -> None:
         groups = form.groups

@@ -378,12 +378,7 @@ _SUM = Side(ReducedMoment, DenseSquareMatrixFactor)
 
 
 class ReducedKroneckerFB(KroneckerProductFB):
-    """``F ≈ A ⊗ G`` with A of mean inputs and G of summed gradients.
-
-    Args:
-        collection: Owner of the factors.
-        form: Layout of the tensors and parameters of the layer.
-    """
+    """``F ≈ A ⊗ G`` with A of mean inputs and G of summed gradients."""
 
     def __init__(self, collection: FactorOwner, form: LayerForm) -> None:
         super().__init__(collection, form, input_side=_MEAN, output_side=_SUM)

@@ -201,12 +201,7 @@ class NaiveDiagonalFB(NaiveFullFB):
 
 
 class LayerDiagonalFB(SingleFactorFB):
-    """The diagonal of a layer's block: mean of squared per-example gradients.
-
-    Args:
-        collection: Owner of the factors.
-        form: Layout of the tensors and parameters of the layer.
-    """
+    """The diagonal of a layer's block: mean of squared per-example gradients."""
 
     def __init__(self, collection: FactorOwner, form: LayerForm) -> None:
         super().__init__(collection)
@@ -341,10 +336,6 @@ class ScaleShiftFB(SingleFactorFB):
     """The block of a scale, a shift or both; vectors are ``[scale, shift]``, each row-major.
 
     A part of the batch has a list of data, for each use of the parameters.
-
-    Args:
-        collection: Owner of the factor.
-        form: Broadcast of the parameters.
     """
 
     _statistic: type[ScaleShiftMoment] = ScaleShiftMoment

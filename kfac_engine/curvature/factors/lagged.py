@@ -83,13 +83,7 @@ class LagMoment(KroneckerMoment):
 
 
 class LaggedFactor(DenseSquareMatrixFactor):
-    """A dense factor that can average the moment of successive uses as well.
-
-    Args:
-        statistic: The moment of a use.
-        backend: Array library; NumPy by default.
-        config: Options of averages; the defaults if omitted.
-    """
+    """A dense factor that can average the moment of successive uses as well."""
 
     is_symmetric = False  # the moment of successive uses is not
 
@@ -153,9 +147,7 @@ class LaggedFactor(DenseSquareMatrixFactor):
     def register_series(self, option: int, damping_func: Damping) -> None:
         """Register what an inverse in closed form needs of this factor, for each refresh.
 
-        Args:
-            option: 1 or 2; see ``curvature.linalg.lags``.
-            damping_func: Damping of this factor.
+        ``option`` is 1 or 2; see ``curvature.linalg.lags``.
 
         Raises:
             InputError: The option is neither 1 nor 2, or the set of registered powers is fixed.
@@ -168,14 +160,7 @@ class LaggedFactor(DenseSquareMatrixFactor):
         self._series[option, damping_id(damping_func)] = damping_func
 
     def series(self, option: int, damping_func: Damping) -> _Side:
-        """Return one factor of a closed form, from the last refresh.
-
-        Args:
-            option: The registered option.
-            damping_func: The registered damping.
-
-        Returns:
-            The factor of the closed form.
+        """Return what the last refresh has computed for an inverse in closed form.
 
         Raises:
             UnknownNameError: The option was not registered with this damping.

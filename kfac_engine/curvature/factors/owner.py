@@ -88,13 +88,7 @@ class FactorOwner(LossCollection):
     ) -> Factor:
         """Return the factor ``cls(*args)``, which layers with equal arguments share.
 
-        Args:
-            cls: Class of the factor.
-            args: Its positional arguments, hashable.
-            sources: As in ``FisherFactor``.
-
-        Returns:
-            The factor, created at the first call.
+        ``args`` are hashable, and ``sources`` are as in ``FisherFactor``.
         """
         key = (cls, *args, *sources)
         if key not in self.fisher_factors:

@@ -91,7 +91,6 @@ class Readers:
         whose: Origin of that number, for messages.
 
     Attributes:
-        factors: The factors.
         forward: Names of the values of a trace that they read.
         gradients: Those of ``gradients`` that they read.
     """

@@ -142,11 +142,6 @@ class SampledFactor(DenseSquareMatrixFactor):
 
     The draws depend on the seed of the configuration and on the number of averaged batches: equal
     seeds give equal statistics, and a checkpoint continues the sequence.
-
-    Args:
-        statistic: Statistic of a random subset.
-        backend: Array library; NumPy by default.
-        config: Options with the seed; the defaults if omitted.
     """
 
     def __init__(self, statistic: SampledMoment, **options: Unpack[FactorOptions]) -> None:

@@ -134,11 +134,6 @@ class SpatiallyUncorrelatedFactor(FisherFactor):
     It has the powers 1 and −1 only. The average holds ``C`` and, if the mean is modelled, ``μ`` as
     a further row.
 
-    Args:
-        statistic: Covariance of pixels.
-        backend: Array library; NumPy by default.
-        config: Options of averages; the defaults if omitted.
-
     Attributes:
         stored: Inverses of the last refresh, by damping id.
     """

@@ -81,13 +81,7 @@ class IdCounts(KroneckerDiagonal):
 
 
 class VocabularyFactor(DiagonalFactor):
-    """A diagonal over a vocabulary, which multiplies dense matrices and selected rows.
-
-    Args:
-        statistic: Frequencies of token ids.
-        backend: Array library; NumPy by default.
-        config: Options of averages; the defaults if omitted.
-    """
+    """A diagonal over a vocabulary, which multiplies dense matrices and selected rows."""
 
     def __init__(self, statistic: IdCounts, **options: Unpack[FactorOptions]) -> None:
         super().__init__(statistic, **options)

@@ -110,7 +110,7 @@ def _reduced(graph: Graph, name: str) -> tuple[str, str, int]:
     """Return the value that an output is the mean or the sum of, up to its sign."""
     reduction, sign = "none", 1
     while (node := graph.producers.get(name)) is not None and not node.domain:
-        axes = node.inputs[1] if len(node.inputs) > 1 else ""
+        axes = node.operand(1)
         if node.op == "Neg":
             sign = -sign
         elif node.op in _REDUCTIONS and not axes and reduction == "none":
