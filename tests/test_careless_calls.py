@@ -47,7 +47,7 @@ def gradients(engine):
 OPTIONS = [
     ("exps", -1, "exps must be a list"),
     ("exps", None, "exps must be a list"),
-    ("exps", (), "exps must name one power"),
+    ("exps", (), "exps must name at least one power"),
     ("exps", ("-1",), "each of exps must be a finite number"),
     ("exps", (float("nan"),), "each of exps must be a finite number"),
     ("loss", None, "loss must be a name"),

@@ -103,7 +103,7 @@ def line_products(
 ) -> tuple[OffsetGroup, ...]:
     """Return the products whose sums are the blocks of a patch Gram matrix; all strides are one.
 
-    Their blocks are all blocks on and below the diagonal. If ``joined``, all offsets along a line
+    They yield all blocks on and below the diagonal. If ``joined``, all offsets along a line
     are one product, and a group has the offsets with equal leading offset. Otherwise each offset is
     a group. The most expensive group is first.
     """

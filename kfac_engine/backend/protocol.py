@@ -199,7 +199,7 @@ class Backend(Protocol):
     # -- products ---------------------------------------------------------------------------------
 
     def matmul(self, x: Array, y: Array, out: Array | None = None) -> Array:
-        """Return the product ``x y`` of matrices or stacks of matrices, in ``out`` if not None."""
+        """Return the product ``x y`` of matrices or stacks of matrices, in ``out`` if given."""
 
     def add_scaled(self, out: Array, measured: Array, alpha: float, beta: float) -> None:
         """Compute ``out ← beta·out + alpha·measured``, in place; ``beta = 0`` overwrites."""

@@ -540,8 +540,8 @@ class LayerCollection(LossMethods, core.LayerCollection):
         for linked in self._linked:
             if group & linked:
                 raise RegistrationError(
-                    f"{_named(group & linked)} cannot be linked again: the group "
-                    f"{_named(linked)} has it."
+                    f"{_named(group & linked)} cannot be linked again: it belongs to the group "
+                    f"{_named(linked)}."
                 )
         self._linked[group] = approximation
 

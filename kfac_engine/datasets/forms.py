@@ -81,7 +81,7 @@ def whole_batch(data: Data, axes: ExampleAxes, *, labeled: bool = True) -> Batch
         return whole
     batches = list(batches_of(data, axes, labeled=labeled))
     if not batches:
-        raise InputError("the data have no example; give one batch at least.")
+        raise InputError("the data have no examples; give at least one batch.")
     return batches[0] if len(batches) == 1 else axes.joined(batches)
 
 

@@ -38,7 +38,7 @@ def parts_of(inputs: Inputs, targets: Targets = None) -> Sequence[Batch]:
             "and no other targets."
         )
     if not inputs:
-        raise InputError("the list of the parts of a batch is empty; give one part at least.")
+        raise InputError("the list of the parts of a batch is empty; give at least one part.")
     parts: list[Batch] = []
     for index, part in enumerate(inputs, 1):
         if not (isinstance(part, list | tuple) and len(part) in (2, 3)):

@@ -132,7 +132,7 @@ class CurvatureProducts:
             KfacError: As for ``multiply_fisher``.
         """
         if not vectors or any(vector.keys() != vectors[0].keys() for vector in vectors):
-            raise InputError("give one vector at least, and all vectors with the same parameters.")
+            raise InputError("give at least one vector, and all vectors with the same parameters.")
         with self._shards.computing("quadratic forms"):
             checked = [self._checked(vector) for vector in vectors]
             forms = np.zeros((len(checked), len(checked)))

@@ -46,7 +46,7 @@ class Evaluation:
             results = self._run(inputs, self._outputs)
             parts.append({name: results[name].copy() for name in self._outputs})
         if not parts:
-            raise InputError("the data have no example; give one batch at least.")
+            raise InputError("the data have no examples; give at least one batch.")
         joined = {name: self._joined(name, [p[name] for p in parts]) for name in self._outputs}
         return self._for_caller(joined)
 

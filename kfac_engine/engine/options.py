@@ -158,7 +158,7 @@ class EngineOptions:
         for exp in check_list("exps", self.exps, "(-1,)"):
             check_number("each of exps", exp)
         if not self.exps:
-            raise InputError("exps must name one power at least, such as (-1,).")
+            raise InputError("exps must name at least one power, such as (-1,).")
         check_damping(self.damping, self.exps)
         check_number("ema_decay", self.ema_decay, "[0, 1)")
         check_choice("estimation_mode", self.estimation_mode, MODES)

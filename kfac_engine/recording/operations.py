@@ -47,7 +47,7 @@ class Operations:
         self.xp: Any = Namespace(tape)
 
     def __getattr__(self, name: str) -> NoReturn:
-        raise UnsupportedError(f"a file has no operation '{name}' of this layer.")
+        raise UnsupportedError(f"a file cannot compute '{name}', an operation of this layer.")
 
     def asarray(self, value: Any, dtype: Any = None) -> Symbol:
         """Return a value of the graph."""

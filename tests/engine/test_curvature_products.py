@@ -99,7 +99,7 @@ def test_products_refuse_vectors_that_do_not_fit():
         products.multiply_fisher({"other": np.ones(2)})
     with pytest.raises(ke.NonFiniteError, match=r"the vector of 'fc0\.bias'"):
         products.quadratic_forms({"fc0.bias": np.full(5, np.nan)})
-    with pytest.raises(ke.InputError, match="one vector at least"):
+    with pytest.raises(ke.InputError, match="at least one vector"):
         products.quadratic_forms()
     with pytest.raises(ke.InputError, match="the same parameters"):
         products.quadratic_forms(vector, {"fc0.bias": np.ones(5)})
