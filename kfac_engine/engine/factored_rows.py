@@ -15,6 +15,9 @@ from numpy.typing import NDArray
 
 from kfac_engine.engine.layer_gradients import Gradients, LayerReader
 
+# Groups of rows that are added at a time, so that copies of their factors are small.
+_GROUPS = 32
+
 
 class LossRows(NamedTuple):
     """The rows of a loss for all examples of a part of a batch.
@@ -27,40 +30,38 @@ class LossRows(NamedTuple):
     of_example: int  # number of rows of an example
     layers: Sequence[Gradients | None]
     edges: Sequence[int]  # the first column of each layer, and the number of columns
+    numbers: int  # number of floating-point numbers, of all processes
 
-    @property
-    def size(self) -> int:
-        """Number of floating-point numbers."""
-        return sum(array.size for layer in self.layers if layer for array in layer.arrays)
+    def sums(self, numbers: NDArray[np.intp], signs: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Return the sums ``(q, columns)`` of q groups of rows, each times a sign.
 
-    def matrix(self, examples: NDArray[np.intp]) -> NDArray[np.float64]:
-        """Return the rows of some examples, ``(examples · of_example, columns)``."""
-        result = np.zeros((len(examples) * self.of_example, self.edges[-1]))
+        ``numbers`` are those of the rows of each group, ``(q, size)``, and ``signs`` their signs.
+        """
+        result = np.zeros((len(numbers), self.edges[-1]))
         for layer, (start, stop) in zip(self.layers, pairwise(self.edges), strict=True):
-            if layer is not None:
-                result[:, start:stop] = layer.of(examples).matrices().reshape(len(result), -1)
+            if layer is None:
+                continue
+            of_type = signs.astype(layer.arrays[0].dtype)
+            for first in range(0, len(numbers), _GROUPS):
+                groups = slice(first, first + _GROUPS)
+                result[groups, start:stop] = layer.sums(numbers[groups], of_type[groups])
         return result
-
-    def squares(self) -> NDArray[np.float64]:
-        """Return the sum of the squares of each example's rows, ``(examples,)``."""
-        total = np.zeros(self.examples)
-        for layer in self.layers:
-            if layer is not None:
-                total += layer.squares()
-        return total
 
 
 def rows_of_loss(
-    readers: Sequence[LayerReader], examples: int, of_example: int, most: int
+    readers: Sequence[LayerReader], examples: int, of_example: int, count: int, most: int
 ) -> LossRows | None:
-    """Return the rows of a loss; None if they take more than ``most`` numbers, or more passes."""
+    """Return the rows of a loss; None if they take more than ``most`` numbers, or more passes.
+
+    ``count`` is the number of examples of all processes, to which ``most`` refers.
+    """
     numbers = [0 if reader.is_zero else reader.read for reader in readers]
     known = [number for number in numbers if number is not None]
-    if len(known) < len(numbers) or examples * sum(known) > most:
+    if len(known) < len(numbers) or count * sum(known) > most:
         return None
     layers = [None if reader.is_zero else next(reader.tiles(examples)) for reader in readers]
     edges = [*accumulate((reader.entries // of_example for reader in readers), initial=0)]
-    return LossRows(examples, of_example, layers, edges)
+    return LossRows(examples, of_example, layers, edges, count * sum(known))
 
 
 @dataclass(frozen=True, slots=True)

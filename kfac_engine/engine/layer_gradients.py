@@ -10,6 +10,7 @@ need only its two vectors.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count, islice, repeat
+from math import prod
 from typing import Protocol, TypeAlias, TypeVar
 
 import numpy as np
@@ -110,16 +111,17 @@ class WholeGradients:
         total: Float = u.reshape(-1) @ self.values.reshape(u.size, -1)
         return total
 
-    def squares(self) -> Float:
-        """Return the sum of the squares of each example's gradients, ``(m,)``."""
-        rows = self.values.reshape(len(self.values), -1)
-        with np.errstate(over="ignore"):
-            squares: Float = np.einsum("mi,mi->m", rows, rows)
-        return squares
+    def sums(self, numbers: NDArray[np.intp], signs: Float) -> Float:
+        """Return the sums ``(q, entries)`` of q groups of gradients, each times a sign.
 
-    def of(self, examples: NDArray[np.intp]) -> "WholeGradients":
-        """Return the gradients of some examples, in float64."""
-        return WholeGradients(self.values[examples].astype(np.float64))
+        Args:
+            numbers: Numbers of the gradients of each group, ``(q, size)``; gradients count example
+                by example.
+            signs: Their signs ``(q, size)``.
+        """
+        gradients = self.values.reshape(-1, prod(self.values.shape[2:]))[numbers]
+        sums: Float = (signs[:, None] @ gradients)[:, 0]
+        return sums
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -187,20 +189,13 @@ class FactoredGradients:
         total: Float = self.inputs.reshape(m * t, d_in).T @ outputs.reshape(m * t, d_out)
         return total.reshape(-1)
 
-    def squares(self) -> Float:
-        """Return the sum of the squares of each example's gradients, ``(m,)``."""
-        ds = self.outputs
-        with np.errstate(over="ignore"):
-            products = ds @ ds.swapaxes(2, 3)
-            squares: Float = np.einsum(
-                "mst,mkst->m", self.inputs @ self.inputs.swapaxes(1, 2), products
-            )
-        return squares
-
-    def of(self, examples: NDArray[np.intp]) -> "FactoredGradients":
-        """Return the gradients of some examples, in float64."""
-        arrays = (array[examples].astype(np.float64) for array in self.arrays)
-        return FactoredGradients(*arrays)
+    def sums(self, numbers: NDArray[np.intp], signs: Float) -> Float:
+        """Return the sums of groups of gradients; see ``WholeGradients.sums``."""
+        (_, k, t, d_out), (q, size) = self.outputs.shape, numbers.shape
+        outputs = self.outputs.reshape(-1, t, d_out)[numbers] * signs[:, :, None, None]
+        inputs = self.inputs[numbers // k].reshape(q, size * t, -1)
+        product: Float = inputs.swapaxes(1, 2) @ outputs.reshape(q, size * t, d_out)
+        return product.reshape(q, -1)
 
 
 def _times(rows: Float, matrix: Float) -> Float:

@@ -3,9 +3,9 @@
 With J the Jacobian matrix of the values that a loss reads, ``B Bᵀ`` their Fisher matrix and w the
 weights of loss, reduction and predictions, ``R = √w Bᵀ J``. The residuals ρ solve ``Rᵀρ = g`` for
 the gradient g of the loss. Products with R and Rᵀ take one pass each, or matrix products with the
-inputs and output gradients of the layers (``FactoredRows``). The rows themselves are read from some
-examples (``Rows``): m of them, scaled, have nearly the same large eigenvalues, and with fewer rows
-than parameters
+inputs and output gradients of the layers (``FactoredRows``). Where there are many rows, m random
+ones take their place (``Rows``): sums of all rows, or scaled rows of some examples. They have
+nearly the same large eigenvalues, and with fewer rows than parameters
 
     (RᵀR + λI)⁻¹ v = (v − Rᵀ (R Rᵀ + λI)⁻¹ R v) / λ
 """
@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise, product
 from math import ceil, prod, sqrt
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,59 +44,64 @@ _FACTORS = 4
 # Most rows of an example for products with factors: they read output gradients for each of these
 # rows, where a pass takes the same time for any number.
 _MOST_FACTORED = 2
-# A row is long, and drawn more often, if its square exceeds this multiple of the mean square.
-_LONG = 4.0
 # Largest difference of products that two ways compute, in float32 and in float64.
 _ROUNDING = {"f": 1e-3, "d": 1e-7}
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """All rows of the Fisher matrix or a random sample, ``(m, P)``, and products with them.
+    """All rows R of the Fisher matrix, or m random rows ``S R``, and products with them.
 
-    A row of a sample is multiplied by ``1 / √p``, where p is the probability that its example is
-    drawn, so that ``RᵀR`` is the Fisher matrix on average. Vectors over the parameters are ``(P,)``
-    in float64, in the order of ``SampleSpace.flat``.
+    On average, ``RᵀSᵀS R`` is the Fisher matrix. Where all rows are known, S has one entry in each
+    column, 1 or −1, so that m sums contain every row (Clarkson & Woodruff 2013, arXiv:1207.6365).
+    Otherwise, S draws some of n examples, and multiplies their rows by ``√(n / drawn)``. Vectors
+    over the parameters are ``(P,)`` in float64, in the order of ``SampleSpace.flat``.
 
-    With several processes, the rows of all processes follow each other in the order of the
-    processes, and each process has some columns of every row. Products sum over the processes,
-    which make the same calls.
+    With several processes, each process has some columns of every row. Products sum over the
+    processes, which make the same calls.
     """
 
-    matrix: NDArray[np.float64]  # all rows, with columns of this process in the order of the layers
+    matrix: NDArray[np.float64]  # ``S R``, with columns of this process in the order of the layers
     # The column of the parameters of ``flat`` that each column of ``matrix`` is.
     places: NDArray[np.intp]
     size: int  # number of parameters P; those that no layer reads have no column
-    of_rank: slice  # the rows among the m rows that belong to examples of this process
-    numbers: NDArray[np.intp]  # numbers of these rows in the sample space, ascending
-    scales: NDArray[np.float64]  # the factor of each of these rows
+    # The entries of S for examples of this process. The row of an entry is one of the m rows, and
+    # its column the number of a row of R in the sample space.
+    entries: NDArray[np.float64]
+    rows: NDArray[np.intp]
+    columns: NDArray[np.intp]
     sum: Callable[[Sequence[Array]], None]  # sums arrays over all processes, in place
 
     def image(self, flat: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Return ``R v``, ``(m,)``."""
+        """Return ``S R v``, ``(m,)``."""
         return self._summed(self.matrix @ flat[self.places])
 
     def combine(self, u: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Return ``Rᵀ u``, ``(P,)``."""
+        """Return ``RᵀSᵀ u``, ``(P,)``."""
         result = np.zeros(self.size)
         result[self.places] = u @ self.matrix
         return self._summed(result)
 
     def gram(self) -> NDArray[np.float64]:
-        """Return ``R Rᵀ``, ``(m, m)``."""
+        """Return ``S R RᵀSᵀ``, ``(m, m)``."""
         return self._summed(self.matrix @ self.matrix.T)
 
     def squares(self) -> NDArray[np.float64]:
-        """Return the diagonal of ``RᵀR``, ``(P,)``."""
+        """Return the diagonal of ``RᵀSᵀS R``, ``(P,)``."""
         result = np.zeros(self.size)
         result[self.places] = np.einsum("ij,ij->j", self.matrix, self.matrix)
         return self._summed(result)
 
     def gathered(self, u: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Return a vector ``(m,)`` from the entries of each process's own rows."""
+        """Return ``S u``, ``(m,)``, for the entries of a vector in ``columns``."""
         result = np.zeros(len(self.matrix))
-        result[self.of_rank] = u
+        np.add.at(result, self.rows, self.entries * u)
         return self._summed(result)
+
+    def spread(self, u: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Return the entries of ``Sᵀ u`` in ``columns``, for a vector ``(m,)``."""
+        result: NDArray[np.float64] = self.entries * u[self.rows]
+        return result
 
     def _summed(self, array: NDArray[np.float64]) -> NDArray[np.float64]:
         self.sum([array])
@@ -242,13 +247,13 @@ class SampleSpace(CurvatureProducts):
         return self._model.to_file_layout(arrays)
 
     def sampled(self, seed: int, most: int = MOST_ROWS) -> Rows:
-        """Return all rows if there are at most ``most``, or the rows of randomly drawn examples.
+        """Return all rows if there are at most ``most``, else random ones.
 
-        Each loss has its share of the examples, at least one.
+        Each loss has its share of the rows, at least one example.
 
         Args:
-            seed: Seed of the sample.
-            most: Number of rows to read; more if all rows of an example need them.
+            seed: Seed of the random rows.
+            most: Number of rows; more if all rows of an example need them.
 
         Raises:
             MemoryLimitError: The rows do not fit into the memory.
@@ -257,29 +262,35 @@ class SampleSpace(CurvatureProducts):
         """
         rng, rank = np.random.default_rng(seed), self._shards.agreement.rank
         places = iter(zip(self._starts, self._shapes, self._counts, strict=False))
-        blocks, numbers, scales = list[Any](), list[Any](), list[Any]()
-        read = np.zeros(self._counts.shape[2], int)  # rows of each process
+        blocks, entries, read = list[tuple[int, Any]](), list[_Entries](), 0
         losses: list[LossRows | None] = []
 
         def add(trace: Trace) -> None:
+            nonlocal read
             start, shapes, counts = next(places)
             for number, (shape, of_ranks) in enumerate(zip(shapes, counts, strict=True)):
-                every = self._factors(trace, number, shape, losses) if self.rows > most else None
-                chosen, scale = self._drawn(rng, of_ranks.sum(), most, every)
-                each, scale = prod(shape[1:]), np.repeat(scale, prod(shape[1:]))
-                edges = np.cumsum([0, *of_ranks])
-                ends = np.searchsorted(chosen, edges)
-                read[...] += each * np.diff(ends)
-                local = chosen[ends[rank] : ends[rank + 1]] - edges[rank]
-                scale = scale[each * ends[rank] : each * ends[rank + 1]]
+                each, edges = prod(shape[1:]), np.cumsum([0, *of_ranks])
+                every = (
+                    self._factors(trace, number, shape, of_ranks, losses)
+                    if self.rows > most
+                    else None
+                )
                 losses.append(every)
-                if local.size:
-                    block = self._matrix(trace, number, shape, local, every)
-                    block *= scale[:, None]
-                    blocks.append(block)
-                rows = start + local[:, None] * each + np.arange(each)
-                numbers.append(rows.reshape(-1))
-                scales.append(scale)
+                count, local = int(edges[-1]), slice(*edges[rank : rank + 2])
+                share = count if self.rows <= most else min(count, ceil(most * count / self.rows))
+                if every is None:
+                    of_loss = _drawn(rng, count, each, share, local)
+                    if len(of_loss.columns):
+                        chosen = of_loss.columns[::each, 0] // each
+                        block = of_loss.values * self._matrix(trace, number, shape, chosen)
+                        blocks.append((read + of_loss.first, block))
+                else:
+                    of_loss = _mixed(rng, count, each, share, local)
+                    blocks.append((read, every.sums(of_loss.columns, of_loss.values)))
+                entries.append(
+                    of_loss._replace(columns=start + of_loss.columns, first=read + of_loss.first)
+                )
+                read += share * each
                 start += shape[0] * each
 
         with self._shards.computing("rows of the sample space"):
@@ -287,36 +298,10 @@ class SampleSpace(CurvatureProducts):
             self._traced.each(add)
             matrix, columns = self._by_columns(blocks, read)
             size = sum(value.size for value in self._model.parameters.values())
-            first = int(read[:rank].sum())
-            of_rank = slice(first, first + int(read[rank]))
             known = tuple(every for every in losses if every is not None)
-            self.factored = FactoredRows(known, columns, size) if None not in losses else None
-            return Rows(
-                matrix, columns, size, of_rank, np.concatenate(numbers),
-                np.concatenate(scales), self._sum,
-            )  # fmt: skip
-
-    def _drawn(
-        self, rng: np.random.Generator, count: int, most: int, every: LossRows | None
-    ) -> tuple[NDArray[np.intp], NDArray[np.float64]]:
-        """Return the numbers of a loss's examples that are read, and the factor of their rows.
-
-        Examples with long rows are drawn more often, where all rows are known: by systematic
-        sampling, as the numbers ``u, 1 + u, …`` lie in intervals of the lengths of probabilities.
-        """
-        share = count if self.rows <= most else min(count, ceil(most * count / self.rows))
-        order, probabilities = rng.permutation(count), np.full(count, share / count)
-        squares = np.empty(0) if every is None or share == count else every.squares()
-        if share == count:
-            order = np.arange(count)
-        elif len(squares) and (squares > (least := _LONG * squares.mean())).any():
-            probabilities = _probabilities(np.maximum(squares, least), share)
-            ends = np.minimum(np.cumsum(probabilities[order]), share)
-            ends[-1] = share  # a sum has roundings
-            places = np.floor(ends - rng.uniform())
-            order = order[np.diff(places, prepend=-1) > 0]
-        chosen = np.sort(order[:share])
-        return chosen, 1 / np.sqrt(probabilities[chosen])
+            if self._shards.alone and None not in losses:
+                self.factored = FactoredRows(known, columns, size)
+            return Rows(matrix, columns, size, *_flat(entries), self._sum)
 
     def check(self, rows: Rows) -> None:
         """Refuse a model whose rows, read layer by layer, differ from its products.
@@ -325,7 +310,7 @@ class SampleSpace(CurvatureProducts):
         """
         u, draws = np.zeros(self._starts[-1]), np.random.default_rng(0)
         drawn = draws.standard_normal(len(rows.matrix))
-        u[rows.numbers] = rows.scales * drawn[rows.of_rank]
+        u[rows.columns] = rows.spread(drawn)
         combined = self.combine(u, tuple(self._model.parameters))
         by_products, by_rows = self.flat(combined), rows.combine(drawn)
         bound = max(_ROUNDING.get(array.dtype.char, 1e-3) for array in combined.values())
@@ -401,22 +386,28 @@ class SampleSpace(CurvatureProducts):
         )
 
     def _factors(
-        self, trace: Trace, number: int, shape: tuple[int, ...], before: Sequence[LossRows | None]
+        self,
+        trace: Trace,
+        number: int,
+        shape: tuple[int, ...],
+        of_ranks: NDArray[np.intp],
+        before: Sequence[LossRows | None],
     ) -> LossRows | None:
-        """Return all rows of a loss as factors; None where products take passes.
+        """Return all rows of a loss as factors; None on all processes if one of them has none.
 
-        ``before`` has those of the losses before. Products take passes on a device, with several
-        processes, for more than two rows of an example, and where factors are many numbers.
+        ``of_ranks`` are the numbers of examples of the processes. ``before`` has the factors of the
+        losses before. There are none on a device, for more than two rows of an example, where they
+        are many numbers, and where a process has no example.
         """
         values = self._model.parameters.values()
         on_host = all(isinstance(value, np.ndarray) for value in values)
         few = self.most_of_example <= _MOST_FACTORED
-        if None in before or not (few and on_host and self._shards.alone):
+        if None in before or not (few and on_host and of_ranks.all()):
             return None
         most = _FACTORS * MOST_ROWS * sum(value.size for value in values)
-        most -= sum(rows.size for rows in before if rows is not None)
+        most -= sum(rows.numbers for rows in before if rows is not None)
         readers = self._readers(trace, number, shape, None, wide=False)
-        return rows_of_loss(readers, shape[0], prod(shape[1:]), most)
+        return rows_of_loss(readers, shape[0], prod(shape[1:]), int(of_ranks.sum()), most)
 
     def _matrix(
         self,
@@ -424,36 +415,33 @@ class SampleSpace(CurvatureProducts):
         number: int,
         shape: tuple[int, ...],
         chosen: NDArray[np.intp],
-        every: LossRows | None,
     ) -> NDArray[np.float64]:
-        """Return the rows of some examples of a loss, from the factors of all if they are known."""
-        if every is not None:
-            return every.matrix(chosen)
+        """Return the rows of some examples of a loss."""
         readers = self._readers(trace, number, shape, chosen)
         return np.concatenate([_rows(r, len(chosen), prod(shape[1:])) for r in readers], 1)
 
     def _by_columns(
-        self, blocks: list[NDArray[np.float64]], read: NDArray[np.int64]
+        self, blocks: list[tuple[int, NDArray[np.float64]]], total: int
     ) -> tuple[NDArray[np.float64], NDArray[np.intp]]:
         """Return some columns of the rows of all processes, and their ``places``.
 
         Args:
-            blocks: The rows of this process, with all columns; the list is emptied.
-            read: Number of rows of each process.
+            blocks: The terms of this process, with all columns, each after the number of its first
+                row; the list is emptied. A row is the sum of the terms of all processes.
+            total: Number of rows of all processes.
         """
-        agreement, columns, total = self._shards.agreement, self._columns(), int(read.sum())
+        agreement, columns = self._shards.agreement, self._columns()
         if agreement.alone:
-            return np.concatenate(blocks), columns
-        size, rank = len(read), agreement.rank
+            return np.concatenate([block for _, block in blocks]), columns
+        size, rank = agreement.communicator.size, agreement.rank
         cuts = [len(columns) * r // size for r in range(size + 1)]
         counts = [total * (high - low) for low, high in pairwise(cuts)]
-        buffer, place = np.zeros(sum(counts)), int(read[:rank].sum())
+        buffer = np.zeros(sum(counts))
         parts = np.split(buffer, np.cumsum(counts)[:-1])
         for low, high, part in zip(cuts, cuts[1:], parts, strict=False):
-            matrix, start = part.reshape(total, high - low), place
-            for block in blocks:
+            matrix = part.reshape(total, high - low)
+            for start, block in blocks:
                 matrix[start : start + len(block)] = block[:, low:high]
-                start += len(block)
         blocks.clear()
         # The buffer has zeros for the rows of other processes.
         with agreement.operation("columns", begins=True), agreement.exchanging():
@@ -489,20 +477,52 @@ def bytes_of(rows: int, parameters: int) -> int:
     return _BYTES * ((2 + _FACTORS) * read * parameters + 3 * read * read + 8 * (parameters + rows))
 
 
-def _probabilities(squares: NDArray[np.float64], share: int) -> NDArray[np.float64]:
-    """Return the probabilities with which ``share`` of more examples are drawn.
+class _Entries(NamedTuple):
+    """Entries of S for the examples of a process: their columns and values, ``(rows, size)``."""
 
-    They are in proportion to ``squares``, up to 1. With the squares of the rows, drawn rows would
-    have the smallest expected error of ``RᵀR`` (Drineas, Kannan & Mahoney 2006, "Fast Monte Carlo
-    algorithms for matrices I").
+    columns: NDArray[np.intp]
+    values: NDArray[np.float64]  # 0 stands for no entry
+    first: int  # the row of S that the first of these rows is
+
+
+def _mixed(rng: np.random.Generator, count: int, each: int, share: int, local: slice) -> _Entries:
+    """Return random signs for sums of all rows of ``count`` examples, nearly as many in each sum.
+
+    ``each`` is the number of rows of an example, ``share · each`` the number of sums, and ``local``
+    are the examples of this process.
     """
-    certain = np.zeros(len(squares), bool)
-    while True:
-        rest = share - np.count_nonzero(certain)
-        shares = np.where(certain, 1.0, rest * squares / squares[~certain].sum())
-        if not (shares > 1).any():
-            return shares
-        certain |= shares > 1
+    sums = share * each
+    size = ceil(count * each / sums)
+    numbers, signs = np.zeros(size * sums, np.intp), np.zeros(size * sums)
+    numbers[: count * each] = rng.permutation(count * each)
+    signs[: count * each] = rng.choice((-1.0, 1.0), count * each)
+    of_others = (numbers < local.start * each) | (numbers >= local.stop * each)
+    numbers -= local.start * each
+    numbers[of_others], signs[of_others] = 0, 0
+    return _Entries(numbers.reshape(size, sums).T, signs.reshape(size, sums).T, 0)
+
+
+def _drawn(rng: np.random.Generator, count: int, each: int, share: int, local: slice) -> _Entries:
+    """Return entries for the rows of ``share`` of the examples; see ``_mixed``."""
+    chosen = np.sort(rng.permutation(count)[:share])
+    first, last = np.searchsorted(chosen, (local.start, local.stop))
+    columns = (chosen[first:last, None] - local.start) * each + np.arange(each)
+    values = np.full((columns.size, 1), sqrt(count / share))
+    return _Entries(columns.reshape(-1, 1), values, int(first) * each)
+
+
+def _flat(
+    entries: Sequence[_Entries],
+) -> tuple[NDArray[np.float64], NDArray[np.intp], NDArray[np.intp]]:
+    """Return the values of all entries that are not 0, their rows and their columns."""
+    rows = [each.first + np.indices(each.values.shape)[0] for each in entries]
+    arrays = (
+        np.concatenate([array.reshape(-1) for array in parts])
+        for parts in ([each.values for each in entries], rows, [each.columns for each in entries])
+    )
+    values, flat_rows, columns = arrays
+    used = values != 0
+    return values[used], flat_rows[used], columns[used]
 
 
 def _rows(reader: LayerReader, examples: int, sources: int) -> NDArray[np.float64]:

@@ -47,7 +47,7 @@ MOMENTUM = 0.5
 _LEAST = 1e-3
 # Rounding of a loss that is computed in float64, relative to its size.
 _RESOLUTION = 16 * float(np.finfo(np.float64).eps)
-# Largest number of iterations with a sample of rows; an iteration that adds less than this part of
+# Largest number of iterations with random rows; an iteration that adds less than this part of
 # the model's decrease is the last.
 _ITERATIONS, _LITTLE = 10, 0.02
 # Bounds for exact steps of "auto": the most rows of an example, each of which takes a backward
@@ -64,9 +64,9 @@ class GaussNewtonUpdate(Update):
     ``λ D`` is at least ``l2``, and ``c = (1 − l2/λ D⁻¹) μ φ′ + l2/λ D⁻¹ θ``.
 
     At most 256 rows are solved by one decomposition. For more rows, conjugate gradients minimize
-    over φ. The matrix of 256 rows, which differ between steps, preconditions them. They end with an
-    iteration that adds less than a fiftieth to the decrease, or with the tenth; in a step with ten
-    iterations, λ does not fall.
+    over φ. The matrix of 256 random rows, which differ between steps, preconditions them. They end
+    with an iteration that adds less than a fiftieth to the decrease, or with the tenth; in a step
+    with ten iterations, λ does not fall.
 
     A step that would raise the loss is tried again with more damping and without momentum. The
     parameters do not move if every try would raise the loss.
@@ -250,12 +250,12 @@ class _Equations:
         rows = self._rows
         y, _ = lapack.dpotrs(root, rows.gathered(right), lower=1)
         # R Rᵀ y = ρ − λ y, so that R φ needs no product.
-        return _Solution(rows.combine(y), right - damping * y[rows.of_rank], 0)
+        return _Solution(rows.combine(y), right - damping * rows.spread(y), 0)
 
     def _iteratively(
         self, right: NDArray[np.float64], root: NDArray[np.float64], damping: float
     ) -> _Solution:
-        """Return the result of conjugate gradients, preconditioned by the sample of rows.
+        """Return the result of conjugate gradients, preconditioned by the random rows.
 
         Source: Björck 1996, "Numerical Methods for Least Squares Problems", algorithm 7.4.1
         (PCGLS).
@@ -285,7 +285,7 @@ class _Equations:
         """Return ``R v / √D``."""
         rows, space = self._rows, self._space
         if self._whole:
-            return rows.image(flat)[rows.of_rank]
+            return rows.spread(rows.image(flat))
         flat = flat / self._roots
         if space.factored is not None:
             return space.factored.image(flat)
@@ -324,8 +324,8 @@ class GaussNewton(Optimizer):
 
     With at most 256 rows, one Cholesky decomposition of ``R D⁻¹ Rᵀ + λI`` solves for it. With more
     rows, conjugate gradients solve to about two percent of the decrease, in three to ten iterations
-    for most steps. A sample of 256 rows, whose matrix has nearly the same large eigenvalues,
-    preconditions them. A step takes 32,000 multiplications per parameter and some passes over the
+    for most steps. 256 random sums of rows, whose matrix has nearly the same large eigenvalues,
+    precondition them. A step takes 32,000 multiplications per parameter and some passes over the
     batch. It needs memory for 1536 float64 numbers per parameter; ``memory`` returns the bytes, and
     each step checks them.
 

@@ -25,8 +25,8 @@ _REPEATED = 10
 # Exact steps of a trial by the number of the rule. Those in the sample space, the first of the
 # rules, need fewer steps until they fit noise.
 _TRIAL = (30, 60)
-# Exact steps in the sample space whose iterations are counted, and their mean above which the rows
-# of a sample are no good substitute for all rows.
+# Exact steps in the sample space whose iterations are counted, and their mean above which random
+# rows are no good substitute for all rows.
 _COUNTED, _MOST_ITERATIONS = 4, 7.5
 # Largest rise of the loss of the examples that are left out, relative to the fall of the loss since
 # the first step with the batch: at the end of a trial, and in its second half. Before a function of
