@@ -13,7 +13,7 @@ from math import prod
 import numpy as np
 
 from kfac_engine._types import Array
-from kfac_engine.autodiff.lowering.builder import STEPS_OF_THE_DATA
+from kfac_engine.autodiff.lowering.builder import STEPS_OF_THE_DATA, UNROLLED
 from kfac_engine.errors import BackendError, ShapeError
 from kfac_engine.graph.analysis.subgraph import dependents, of_data
 from kfac_engine.graph.structure import Fact, Graph
@@ -362,6 +362,11 @@ class _Probe:
         by = node.title if node else "the model"
         if STEPS_OF_THE_DATA in by:  # the node's name says what to do
             return f"{by} fixes the batch size at {size} along {where}, the axis of the steps"
+        if UNROLLED in by:
+            return (
+                f"{by} fixes the batch size at {size} along {where}, because the batch decides the "
+                f"number of steps or the branch; give batches of this size"
+            )
         named = "" if self._named else ", or name the axis of the examples with batch_axes"
         return (
             f"{by} fixes the batch size at {size} along {where}; export it with a dynamic batch "

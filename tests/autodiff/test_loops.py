@@ -281,6 +281,30 @@ def test_other_iteration_count_error_names_unrolled_count():
         _ = model.run({"x": x[:3]})["y"]
 
 
+# As many steps as the batch has entries that are not zero.
+COUNTED = f"""{HEAD} (float[n,3] x) => (float[n,3] y)
+  <{WEIGHTS}, int64 second = {{1}}, bool on = {{1}}> {{
+    places = NonZero (x)  shape = Shape (places)  count = Gather (shape, second)
+    y = Loop (count, on, x) <body = step (int64 i, bool c, float[n,3] h)
+      => (bool c_out, float[n,3] h_out) {{
+        c_out = Identity (c)
+        r = MatMul (h, w)
+        h_out = Tanh (r)
+      }}>
+  }}"""
+
+
+def test_error_on_a_count_of_the_data_does_not_ask_for_a_dynamic_axis():
+    x = np.ones((2, 3), np.float32)
+    engine = ke.Engine.from_onnx(
+        parser.parse_model(COUNTED), loss="normal", trainable="w", sample_inputs={"x": x}
+    )
+    assert engine.loss({"x": x}, x) > 0
+    with pytest.raises(ke.ShapeError, match=r"count = 6.* the batch decides the number of") as e:
+        engine.loss({"x": np.ones((3, 3), np.float32)}, np.ones((3, 3)))
+    assert "dynamic" not in str(e.value)
+
+
 DATA_LOOP = COUNTER.replace(
     "c_out = Less (v_out, three)", "top = ReduceMax <keepdims = 0> (h)  c_out = Less (top, half)"
 ).replace("int64 three = {3}", "int64 three = {3}, float half = {0.5}")

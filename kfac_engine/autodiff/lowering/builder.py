@@ -48,6 +48,9 @@ class LoweringBuilder(NodeBuilder):
 # session, and longer for larger graphs.
 MOST_STEPS = 1024
 
+# In the name of a node that fails if a value, such as the number of steps, is another.
+UNROLLED = "was unrolled for"
+
 # What to do about a Split that fails for another number of steps.
 STEPS_OF_THE_DATA = "give sample_inputs (--inputs) with the steps of the data"
 

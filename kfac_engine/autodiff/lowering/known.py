@@ -10,7 +10,7 @@ from math import prod
 import numpy as np
 
 from kfac_engine._types import Array
-from kfac_engine.autodiff.lowering.builder import LoweringBuilder, label_last
+from kfac_engine.autodiff.lowering.builder import UNROLLED, LoweringBuilder, label_last
 from kfac_engine.autodiff.rules.attributes import integer
 from kfac_engine.autodiff.training_form import draws
 from kfac_engine.graph.structure import ONLY_SHAPES, Fact, Graph, Node
@@ -95,7 +95,7 @@ def _zero_if_same(b: LoweringBuilder, node: Node, name: str, array: Array) -> st
     zero = b.op("Reshape", b.constant([0]), least, allowzero=1)
     # The label has no quotes, because they end the name in messages of ONNX Runtime.
     shown = np.array2string(array, threshold=8, separator=", ").replace("\n", "")
-    label_last(b, f"{node.op} was unrolled for {name} = {shown}, as in the sample inputs")
+    label_last(b, f"{node.op} {UNROLLED} {name} = {shown}, as in the sample inputs")
     return b.op("Squeeze", zero)
 
 
