@@ -209,14 +209,16 @@ class ShrinkageByEvidence:
     ) -> bool:
         """Return whether a step computes the precisions.
 
+        It does where the rows become known, or many: then the weights have no units any more.
+
         Args:
             evidence: The evidence of the steps so far.
             step: Their number.
             before: Their examples.
             seen: The same examples and those of the step.
         """
-        due = step >= evidence.due or self.knows(seen) != self.knows(before)
-        return due and seen.share > 0
+        new = any(rule(seen) != rule(before) for rule in (self.knows, self._has_few_classes))
+        return (new or step >= evidence.due) and seen.share > 0
 
     def compared(self, evidence: Evidence, step: int) -> Evidence:
         """Return the evidence after a comparison of the latest rows, of which none remains.

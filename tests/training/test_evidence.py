@@ -16,6 +16,7 @@ from kfac_engine.training.evidence import (
     classes_overlap,
     left_by_neighbours,
 )
+from kfac_engine.training.seen_examples import SeenExamples
 from tests.comparing import assert_arrays_equal
 from tests.distributed.threads import run
 from tests.models import written
@@ -99,6 +100,17 @@ def test_precisions_and_dampings_are_fixed_points_of_the_evidence(rows, unlearne
 
             root = brentq(surplus, 1e-12, 1e3, xtol=1e-15) if scale else 0.0
             assert number == pytest.approx(root / unit, rel=0.02)  # 12 passes; float32 averages
+
+
+@pytest.mark.parametrize("classes", [True, False])
+def test_precisions_are_computed_when_few_rows_of_classes_become_many(classes):
+    rule = ShrinkageByEvidence(squared=not classes, classes=classes)
+    rows = np.random.default_rng(0).random(1100)
+    few = SeenExamples().after(np.tile(rows[:1000], 12))
+    for new, many in ((20, False), (100, True)):
+        seen = few.after(rows[1000 : 1000 + new])
+        assert (few.many, seen.many, rule.knows(few), rule.knows(seen)) == (False, many, True, True)
+        assert rule.is_due(Evidence(due=100), 60, few, seen) == (many and classes)
 
 
 def test_noise_damps_each_block_beside_the_given_damping():
