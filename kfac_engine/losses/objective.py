@@ -230,6 +230,17 @@ class Residuals:
             observed, expected = observed + of_loss, expected + expected_of_loss
         return (observed / (expected + (expected == 0))) ** 0.5
 
+    def targets(self, examples: Any) -> Any:
+        """Return the number of targets of an example, at least 1; those that do not count are none.
+
+        A target counts as its expected square, which is ``1 − 1 / classes`` for a class.
+        """
+        expected: Any = 0.0
+        for key, sums in self.sums.items():
+            _, weight, number = self.weighted.get(key, (0.0, 1.0, 1.0))
+            expected = expected + sums[1] * (number / np.where(weight > 0, weight, 1.0))
+        return np.maximum(expected / examples, 1.0)
+
     def noise(self) -> Any:
         """Return the mean product of an error and the gradient, relative to that of the loss.
 

@@ -21,6 +21,8 @@ from kfac_engine.engine.profiling import StageClock
 from kfac_engine.engine.rollback import Undo
 from kfac_engine.errors import InputError, NonFiniteError
 from kfac_engine.layers.feature_powers import FeaturePowers
+from kfac_engine.losses.categorical import CategoricalLogitsNegativeLogProbLoss
+from kfac_engine.losses.ctc import CTCNegativeLogProbLoss
 from kfac_engine.losses.normal import NormalMeanNegativeLogProbLoss
 from kfac_engine.losses.objective import Residuals
 from kfac_engine.training.adaptive_lengths import (
@@ -97,6 +99,8 @@ _FEW, _MOST_DECAY = 6000.0, 20.0
 # Squared residuals of a table, relative to their expected size, below which few rows shrink the
 # weights less.
 _LITTLE_ERROR = 0.015
+# Losses of which an example may have many targets, all of which must be predicted.
+_CLASSES = CategoricalLogitsNegativeLogProbLoss, CTCNegativeLogProbLoss
 # Residuals relative to their expected size, below which the updates of "auto" become shorter.
 _SMALL_RESIDUALS = 0.1
 # Number of independent batches that an average of gradients holds, about (1 + μ) / (1 − μ), and the
@@ -450,7 +454,11 @@ class KfacOptimizer(Optimizer):
         if momentum is not None:
             momentum = evaluated(momentum, steps, "momentum", "[0, 1)")
         if residuals is not None:
-            signal = np.minimum(residuals.size() / _SMALL_RESIDUALS, 1.0)
+            size = residuals.size()
+            # A text is predicted when all of its characters are.
+            if all(isinstance(term, _CLASSES) for term in self.engine.objective.terms):
+                size = size * residuals.targets(facts.examples)
+            signal = np.minimum(size / _SMALL_RESIDUALS, 1.0)
         if rule is self._given:
             scale = scale * signal
         longer = scale * self._longer(facts.examples, facts.scarcity, signal)

@@ -185,6 +185,20 @@ def test_a_graph_of_weight_two_counts_as_two_graphs(mode):
             assert_near(matrix(weighted, name), matrix(copied, name), EXACT)
 
 
+def test_updates_end_with_the_residuals_of_single_nodes():
+    """The nodes of a graph are no targets of one example, which would lengthen the step."""
+    built = ke.Engine.from_onnx(net.adjacency(), loss="categorical")
+    built.set_parameters({"v": 500 * built.parameters["v"]})
+    inputs, _ = net.one_graph(9)
+    z = built.predict(inputs)
+    labels, p = z.argmax(axis=1), np.exp(z - z.max(axis=1, keepdims=True))
+    errors = p / p.sum(axis=1, keepdims=True) - np.eye(net.C)[labels]
+    residual = np.sqrt((errors**2).sum() / (len(z) * (1 - 1 / net.C)))
+    assert 0 < residual < 0.01
+    rate = ke.KfacOptimizer(built).step(inputs, labels).learning_rate
+    assert rate == pytest.approx(0.03 * 10 * residual)
+
+
 ONE = """net (double[N, 4] x, double[N, N] adj) => (double[1, 3] y) {
     r = MatMul (adj, x)  s = MatMul (r, w)  h = Tanh (s)
     first = Constant <value_ints = [0]> ()  m = ReduceMean <keepdims = 1> (h, first)

@@ -34,6 +34,7 @@ KINDS = {
     "mask": lambda t: OF_EXAMPLES > 0,
     "targets": lambda t: OF_TARGETS if t.ndim > 1 else OF_EXAMPLES,
 }
+HALF = np.arange(N) < N // 2
 every_loss = pytest.mark.parametrize("loss", LOSSES)
 every_kind = pytest.mark.parametrize("kind", KINDS)
 
@@ -74,6 +75,17 @@ def test_kept_errors_have_the_squares_of_the_residuals(kind):
     objective.value_and_cotangents(values, 1.0, objective.observe(values), residuals)
     full = 1.0 if w is None else np.sqrt(w.reshape(N, -1))
     np.testing.assert_allclose(residuals.errors, [full * (Z - MEANS) / 0.5], atol=1e-12)
+
+
+@every_kind
+def test_targets_of_an_example_are_those_that_count(kind):
+    """Brute force: a class counts 1 − 1/3, whatever its weight; ignored ones are none."""
+    ids = np.where(RNG.random((N, 7)) < 0.2, -100, RNG.integers(0, D, (N, 7)))
+    z, w = RNG.standard_normal((N, 7, D)), KINDS[kind](IDS)
+    residuals = residuals_of(ke.Categorical(), *((z[i], ids[i], at(w, i)) for i in (HALF, ~HALF)))
+    counted = sum((ids[i] >= 0).sum() for i in range(N) if w is None or w[i] > 0)
+    assert residuals.targets(N) == pytest.approx(counted * (1 - 1 / D) / N)
+    assert residuals.targets(1000 * N) == 1
 
 
 @every_kind

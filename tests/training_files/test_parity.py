@@ -447,17 +447,36 @@ def test_files_have_directions_as_often_as_the_optimizer(net, tmp_path, monkeypa
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_updates_of_files_end_with_the_residuals(accumulate, tmp_path):
-    """The head predicts the only class: a step is shorter by the part of the residuals."""
-    model = network("dense")
+@pytest.mark.parametrize(
+    ("net", "loss", "targets"),
+    [("dense", "categorical", 1), ("tokens", "categorical", 10 / 3), ("tokens", "bce", 1)],
+)
+def test_updates_of_files_end_with_the_residuals(net, loss, targets, accumulate, tmp_path):
+    """Predictions are nearly certain: a step is shorter by the residuals of an example's classes.
+
+    Each of the five classes of an example has an expected square of 1 − 1/3.
+    """
+    model = network(net)
     for array in model.graph.initializer:
-        if array.name == "head.bias":
-            array.CopyFrom(numpy_helper.from_array(np.array([9, 0, 0], "float32"), array.name))
-    files = ke.export_training(model, "categorical", "kfac", path=tmp_path, accumulate=accumulate)
-    engine = ke.Engine.from_onnx(model, loss="categorical", threads=1)
-    x, t = random_inputs(model, 8, seed=0), np.zeros(8, np.int64)
+        if array.name == "head.weight":
+            value = 80 * numpy_helper.to_array(array)
+            array.CopyFrom(numpy_helper.from_array(value, array.name))
+    files = ke.export_training(model, loss, "kfac", path=tmp_path, accumulate=accumulate)
+    engine = ke.Engine.from_onnx(model, loss=loss, threads=1)
+    x = random_inputs(model, 8, seed=0)
+    logits = engine.predict(x).astype(np.float64)
+    if loss == "bce":
+        t = (logits > 0).astype(np.float32)
+        errors, least_certain = 1 / (1 + np.exp(-logits)) - t, logits.size / 4
+    else:
+        t = logits.argmax(axis=-1)
+        odds = np.exp(logits - logits.max(axis=-1, keepdims=True))
+        errors = odds / odds.sum(axis=-1, keepdims=True) - np.eye(3)[t]
+        least_certain = t.size * 2 / 3
+    part = 10 * targets * np.sqrt((errors**2).sum() / least_certain)
+    assert part < 1
     rate = ke.KfacOptimizer(engine).step(x, t).learning_rate
-    assert rate < 1e-3 < 0.03
+    assert rate == pytest.approx(0.03 * part, rel=1e-4)
     before = files.read(state := files.initial())["fc.weight"]
     results = files.step(state, x, t)
     moved = np.linalg.norm(results["new fc.weight"] - before * (1 - 0.05 / 4 * rate))
