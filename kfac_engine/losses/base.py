@@ -281,7 +281,7 @@ class LossFunction(ABC):
         """
         return ()
 
-    def rate_sums(self, observed: Observed, gradients: Values) -> tuple[Any, ...]:
+    def rate_sums(self, values: Values, observed: Observed, gradients: Values) -> tuple[Any, ...]:
         """Return the sums from which the rates of targets and of predictions follow.
 
         The arguments, and the weights w, are as for ``target_sums``.
@@ -289,9 +289,10 @@ class LossFunction(ABC):
         Returns:
             For a loss of independent probabilities, for each feature: the number of targets that
             count, and the sums of w, of the ``gradients`` and of the targets t times w. Counts have
-            those of ``w t log t`` as well. For a loss of classes: the number of targets that count,
-            and for each class the sums of the ``gradients`` and of its probability in the targets
-            times w. Otherwise nothing.
+            those of ``w t log t`` as well. For a loss of classes: an array of the number of targets
+            that count and the sum of the ``gradients`` times the logits, and for each class the
+            sums of the ``gradients`` and of its probability in the targets times w. Otherwise
+            nothing.
         """
         return ()
 

@@ -128,7 +128,8 @@ class MultiBernoulliNegativeLogProbLoss(ElementwiseLoss):
         equal: Array = (values[self.logits] > 0) == (targets > 0.5)
         return equal
 
-    def rate_sums(self, observed: Observed, gradients: Values) -> tuple[Any, ...]:
+    def rate_sums(self, values: Values, observed: Observed, gradients: Values) -> tuple[Any, ...]:
+        del values
         return self.sums_of_rates(observed, gradients[self.logits])
 
     def check_target_array(self, values: Values, targets: Array) -> None:

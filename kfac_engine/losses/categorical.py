@@ -164,7 +164,7 @@ class CategoricalLogitsNegativeLogProbLoss(LossFunction):
         expected: float = total_weight(weights, shape, axis) * (1 - 1 / shape[axis])
         return expected
 
-    def rate_sums(self, observed: Observed, gradients: Values) -> tuple[Any, ...]:
+    def rate_sums(self, values: Values, observed: Observed, gradients: Values) -> tuple[Any, ...]:
         assert observed.targets is not None, "observe has read the targets"
         g, t, w = gradients[self.logits], observed.targets, observed.weights
         axis, xp = self.class_axis % g.ndim, array_module(g)
@@ -177,7 +177,10 @@ class CategoricalLogitsNegativeLogProbLoss(LossFunction):
             of_targets = xp.bincount(
                 t.astype(np.int64).reshape(-1), weights.reshape(-1), g.shape[axis]
             )
-        return (weights > 0).sum(dtype=np.float64), g.sum(axis=over, dtype=np.float64), of_targets
+        along = (g * values[self.logits]).sum(dtype=np.float64)
+        count = (weights > 0).sum(dtype=np.float64)
+        numbers = xp.concatenate([count.reshape(1), along.reshape(1)])
+        return numbers, g.sum(axis=over, dtype=np.float64), of_targets
 
     def fisher(self, values: Values, v: Mapping[str, Array]) -> dict[str, Array]:
         p = self._probs(values)

@@ -121,10 +121,12 @@ class Misfit(NamedTuple):
     """How far the predictions of a loss are from its targets, for each feature."""
 
     # Root of the mean square of the deviations of the errors from their mean, divided by that of
-    # the targets; each feature has means of its own. 0 for equal targets, and for probabilities.
+    # the targets; each feature has means of its own. 0 for equal targets, and for probabilities. Of
+    # classes, twice the standard deviation of random logits that are as far off.
     spread: Any
     is_wide: Any  # whether the spread is far off
-    is_far: Any  # whether the spread or the means are, or the rates of probabilities or counts
+    # Whether the means or, without classes, the spread is; or the rates of probabilities or counts.
+    is_far: Any
     # Mean error of each feature, in logits or logarithms of rates where these are predicted.
     means: Any  # ``(features,)``
     centre: Any  # mean target of each feature, ``(features,)``
@@ -174,7 +176,7 @@ class Residuals:
                 self.errors.append(wide)
             observed = observed + squares.sum(dtype=np.float64)
         sums = loss.target_sums(values, seen, gradients, *self.centres[number : number + 1])
-        rates = self._rates(loss, seen, gradients)
+        rates = self._rates(loss, values, seen, gradients)
         new = (observed, loss.expected_squares(values, weights), *sums, *rates)
         old = self.sums.get(key)
         self._known.clear()
@@ -186,14 +188,16 @@ class Residuals:
             first, second, third = self.weighted.get(key, (0.0, 0.0, 0.0))
             self.weighted[key] = first + of_weights, second + total, third + count
 
-    def _rates(self, loss: LossFunction, seen: Observed, gradients: Values) -> Sequence[Any]:
+    def _rates(
+        self, loss: LossFunction, values: Values, seen: Observed, gradients: Values
+    ) -> Sequence[Any]:
         """Return ``rate_sums`` in a first step; a file has zeros in other steps."""
         if not is_recorded(self.is_first):
-            return loss.rate_sums(seen, gradients) if self.is_first else ()
+            return loss.rate_sums(values, seen, gradients) if self.is_first else ()
         rates: list[Any] = []
 
         def first() -> list[Any]:
-            rates.extend(loss.rate_sums(seen, gradients))
+            rates.extend(loss.rate_sums(values, seen, gradients))
             return rates
 
         branch = self.is_first.tape.branch
@@ -345,11 +349,15 @@ def _misfit_of_rates(sums: tuple[Any, ...]) -> Misfit:
 
 
 def _misfit_of_classes(sums: tuple[Any, ...]) -> Misfit:
-    """Return how far mean probabilities are from the rates of classes.
+    """Return how far predictions are from classes: their logits, and mean probabilities from rates.
 
-    Each class has half a target in addition.
+    The mean product D of the gradient and the logits is the loss minus the entropy that the model
+    predicts. If it exceeds twice the loss of equal rates, logits are far too large: of random ones
+    with the standard deviation ρ, D is ``ρ √(2 log C)`` for C classes. Each rate has half a target
+    in addition.
     """
-    _, _, count, errors, targets = sums
+    _, _, numbers, errors, targets = sums
+    count, along = numbers[0], numbers[1]
     weight, classes = targets.sum(), len(targets)
     weight = np.where(weight > 0, weight, 1)
     t, p = (
@@ -367,7 +375,10 @@ def _misfit_of_classes(sums: tuple[Any, ...]) -> Misfit:
     tells = np.logical_and(count >= enough, (targets > 0).sum() >= classes / 2)
     least = _OF_ENTROPY * entropy + 2 * (classes - 1)
     is_far = np.logical_and(tells, np.minimum(of_model, of_equal) > least)
-    return Misfit(0.0, False, is_far, means, t)
+    of_equal_rates, along = np.log(max(classes, 2)), along / weight
+    is_wide = np.logical_and(count >= _FEWEST, along > _FAR * of_equal_rates)
+    spread = 2 * along / (2 * of_equal_rates) ** 0.5
+    return Misfit(spread, is_wide, is_far, means, np.where(tells, log_t, 0.0))
 
 
 def _log_rates(mean: Any, count: Any) -> tuple[Any, Any, Any]:

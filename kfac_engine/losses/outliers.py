@@ -195,7 +195,8 @@ class PoissonNegativeLogProbLoss(ElementwiseLoss):
         z = values[self.log_rate]
         return {self.log_rate: array_module(z).exp(z) - targets.astype(z.dtype, copy=False)}
 
-    def rate_sums(self, observed: Observed, gradients: Values) -> tuple[Any, ...]:
+    def rate_sums(self, values: Values, observed: Observed, gradients: Values) -> tuple[Any, ...]:
+        del values
         assert observed.targets is not None, "observe has read the targets"
         g = gradients[self.log_rate]
         t = observed.targets.astype(g.dtype, copy=False)

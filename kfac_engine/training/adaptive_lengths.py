@@ -250,6 +250,8 @@ class AdaptiveLengthUpdate(Update):
     repeats: Mapping[str, float] = field(default_factory=dict)
     # The predictions that a layer computes, by its weight or bias.
     predictions: Mapping[str, Prediction] = field(default_factory=dict)
+    # Names of the weights that a first step may divide: the matrices, and heads that Adam updates.
+    divisible: Collection[str] = ()
     # Biases of predicted means, which do not decay: the mean of the targets may be far from zero.
     intercepts: Collection[str] = ()
     # Factors of Adam's rate for weights that compute logits, by unit.
@@ -354,10 +356,12 @@ class AdaptiveLengthUpdate(Update):
             correction = step.corrections.get(prediction.loss)
             if correction is None:
                 continue
-            if name in self.units.weights and prediction.is_whole(self.units.weights):
+            whole = prediction.is_whole(self.divisible)
+            if name in self.divisible and whole:
                 due = correction.replaces
             elif prediction.bias and np.shape(correction.shift) == step.parameters[name].shape:
                 due = correction.due
+                due = np.logical_or(due, correction.replaces) if whole else due
             else:  # the bias of a convolution, or of a view with other features
                 continue
             corrections[name] = correction
@@ -434,12 +438,15 @@ class AdaptiveLengthUpdate(Update):
     def _shifted(
         self, values: dict[str, Array], corrections: Mapping[str, Correction]
     ) -> dict[str, Array]:
-        """Return new parameters with the corrected biases of predictions."""
+        """Return new parameters with the corrected biases and heads of predictions."""
         for name, correction in corrections.items():
             prediction = self.predictions[name]
             if prediction.bias:
-                replaced = prediction.is_whole(self.units.weights) and correction.replaces
+                replaced = prediction.is_whole(self.divisible) and correction.replaces
                 values[name] = prediction.bias.corrected(values[name], correction, replaced)
+            elif name not in self.units.weights:  # a head that Adam updates
+                value = values[name]
+                values[name] = value * array_module(value).asarray(correction.weights, value.dtype)
         return values
 
     def _average(
@@ -1013,6 +1020,7 @@ def adaptive_lengths(
         adam_rate,
         weight_decay,
         predictions=predictions,
+        divisible={*units.weights, *(heads.keys() & predictions.keys())},
         intercepts=intercepts,
         factors=of_logits,
         numbers=few,

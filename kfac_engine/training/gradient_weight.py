@@ -53,7 +53,7 @@ class GradientWeight:
             back: Whether the step ignores its gradient; the weight is then 0. May be recorded.
         """
         if not squares:
-            return 1.0
+            return np.where(back, 0.0, 1.0) if is_recorded(back) else float(not back)
         usual: Any = old[_SQUARES][_MATRICES]
         of_step: Any = joined(squares, [*squares])
         of_step = np.where(np.isfinite(of_step), of_step, usual)

@@ -897,8 +897,9 @@ def _corrections(residuals: Residuals, step: Any, scale: Any) -> dict[str, Corre
         if recorded:
             shift = np.where(due, -means, 0.0)
             corrections[name] = Correction(factor, large, shift, centre, due)
-        elif due:
-            corrections[name] = Correction(float(factor), bool(large), -means, centre, due=True)
+        elif large or due:
+            shift = -means if due else np.zeros_like(means)
+            corrections[name] = Correction(float(factor), bool(large), shift, centre, bool(due))
     return corrections
 
 

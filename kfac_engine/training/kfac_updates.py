@@ -23,7 +23,7 @@ class Correction(NamedTuple):
     is larger than twice the spread of the targets, or if the predictions are not whole, it is
     subtracted from the bias. For probabilities, the bias receives the difference between the logits
     of the mean target and of the mean prediction, where that matters; for classes and counts, that
-    between the logarithms.
+    between the logarithms. Weights that compute far too large logits of classes are divided, too.
     """
 
     weights: Any  # what weights are multiplied by

@@ -537,6 +537,49 @@ def test_rows_that_are_few_or_sorted_tell_no_rates_of_classes(case):
     assert 0 < np.abs(engine.parameters["b"]).max() < 0.01
 
 
+# Number of classes and of rows, whether the targets follow the predictions, what logits contain
+# besides the layer, and whether they are divided.
+LARGE_LOGITS = {
+    "two classes": (2, 100, False, "", True),
+    "many classes": (40, 100, False, "", True),
+    "a head that Adam updates": (80, 100, False, "", True),
+    "targets that are predicted": (40, 100, True, "", False),
+    "few rows": (40, 63, False, "", False),
+    "a function of the logits": (40, 100, False, "t = Tanh (z)", False),
+}
+
+
+@pytest.mark.parametrize("size", [None, 1 / 400])
+@pytest.mark.parametrize("case", LARGE_LOGITS)
+def test_a_first_step_divides_far_too_large_logits(case, size, monkeypatch):
+    """Closed form: the loss exceeds the entropy of the predictions by more than twice log C."""
+    monkeypatch.setattr("kfac_engine.training.weight_roles._MOST_CLASSES", 50)
+    classes, rows, follows, more, divides = LARGE_LOGITS[case]
+    rng = np.random.default_rng(0)
+    x, w = rng.standard_normal((rows, 6)), 9 * rng.standard_normal((6, classes))
+    b = rng.standard_normal(classes)
+    last = "Add (z, t)" if more else "Identity (z)"
+    nodes = f"p = MatMul (x, w) z = Add (p, b) {more} y = {last}"
+    graph = f"m (double[n,6] x) => (double[n,{classes}] y) {{ {nodes} }}"
+    engine = ke.Engine.from_onnx(parsed(graph, {"w": w, "b": b}), loss="categorical", threads=1)
+    p = softmax(engine.predict({"x": x}), 1)
+    y = p.argmax(1) if follows else rng.integers(0, classes, rows)
+    weights = np.ones(rows) if size is None else size * rng.integers(0, 3, rows)
+    targets = y if size is None else ke.Weighted(y, weights)
+    ke.KfacOptimizer(engine, weight_decay=0).step({"x": x}, targets)
+    found = engine.parameters
+    if not divides:
+        assert 0 < np.abs(found["w"] - w).max() < 1
+        return
+    share = weights / weights.sum()
+    excess = share @ (np.sum(p * np.log(p), axis=1) - np.log(p[np.arange(rows), y]))
+    assert excess > 2 * np.log(classes)
+    np.testing.assert_allclose(found["w"], w / (excess * np.sqrt(2 / np.log(classes))), rtol=1e-9)
+    count, rates = (weights > 0).sum(), np.bincount(y, share, classes)
+    logs = np.log((count * rates + 0.5) / (count + 0.5 * classes)) if classes <= 3 else 0.0
+    np.testing.assert_allclose(found["b"], np.broadcast_to(logs, classes), rtol=1e-9)
+
+
 # Predictions whose features are not those of the layer, and the axis of the classes.
 OTHER_FEATURES = {
     "another axis": ("y = Identity (z)", "n,3,3", 1),

@@ -6,6 +6,7 @@ from onnx import numpy_helper
 
 import kfac_engine as ke
 from kfac_engine.backend.namespace import is_recorded
+from kfac_engine.losses import objective
 from kfac_engine.training import adaptive_lengths, average_span, feature_bounds, kfac, weight_roles
 from kfac_engine.training.adaptive_lengths import AdaptiveLengthUpdate
 from kfac_engine.training.average_span import AverageSpan
@@ -13,7 +14,7 @@ from kfac_engine.training.kfac import KfacOptimizer
 from kfac_engine.training_files import curvature
 from tests.models import VOCABULARY, Net, mlp, random_inputs, two_outputs
 from tests.nightly import nightly_but
-from tests.training_files.nets import CLASSES, NETS, network
+from tests.training_files.nets import CLASSES, NETS, data, network
 from tests.training_files.parity import SIZES, differences
 
 FIRST, LAST = 1e-5, 1e-3
@@ -64,6 +65,21 @@ def test_inverses_one_after_the_other_give_the_same_steps(tmp_path, monkeypatch)
 def test_updates_of_few_examples_equal_those_of_the_optimizer(tmp_path):
     """Matrices with a smaller side of 24 have bounds for batches of fewer than 12 examples."""
     assert_equal_steps(mlp((24, 40, 24)), "kfac", tmp_path / "files", classes(count=24))
+
+
+@pytest.mark.parametrize("most", [2, 8192])
+def test_a_first_step_divides_too_large_logits_as_the_optimizer_does(most, tmp_path, monkeypatch):
+    """Adam updates a head of more than ``most`` classes."""
+    monkeypatch.setattr(objective, "_FEWEST", 4)
+    monkeypatch.setattr(weight_roles, "_MOST_CLASSES", most)
+    model = mlp((6, 5, 4, 3))
+    (head,) = [array for array in model.graph.initializer if array.name == "fc2.weight"]
+    large = 1000 * numpy_helper.to_array(head)
+    head.CopyFrom(numpy_helper.from_array(large, head.name))
+    engine = ke.Engine.from_onnx(model, loss="categorical", threads=1)
+    ke.KfacOptimizer(engine).step(*data(model))
+    assert np.abs(engine.parameters["fc2.weight"]).max() < 0.1 * np.abs(large).max()
+    assert_equal_steps(model, "kfac", tmp_path / "files", classes())
 
 
 def test_layers_of_one_shape_take_the_steps_of_the_optimizer(tmp_path, monkeypatch):
