@@ -145,7 +145,6 @@ class BatchFacts(NamedTuple):
     scarcity: float  # how few different examples the steps have had; see ``SeenExamples``
     share: float  # part of the examples of all steps that came again
     different: float  # number of different examples of all steps
-    unlearned: bool  # whether neighbours predict the errors; see ``Evidence``
     features: Array | None  # ``FeaturePowers.sums`` of the layers whose directions have bounds
 
 
@@ -385,7 +384,6 @@ class KfacOptimizer(Optimizer):
             basis.seen.scarcity,
             basis.seen.share,
             basis.seen.different,
-            basis.evidence.unlearned,
             powers if powers is None else backend.to_numpy(powers),
         )
         step = self._inputs(gradients, values, slots, self.steps, scale, residuals, facts)
@@ -570,7 +568,6 @@ class KfacOptimizer(Optimizer):
         few = np.minimum(few, _MOST_DECAY - 1) * signal
         if self._shrinkage.blocks and self._shrinkage.squared and residuals is not None:
             few = few * np.minimum(residuals.size() ** 2 / _LITTLE_ERROR, 1.0)
-            few = (1 - facts.share) * few if facts.unlearned else few
         if not self._decay_follows:
             return 1.0 + few
         of_new = _OF_NEW + (1 - _OF_NEW) * np.minimum(2 * facts.share, 1.0)

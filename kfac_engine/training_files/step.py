@@ -446,7 +446,6 @@ class _RecordedCurvature:
         self.scarcity: Any = 0.0
         self.share: Any = 0.0
         self.different: Any = 1.0
-        self.unlearned = False
         if SEEN in values:
             examples, different = number_of(batch.tape, self.examples), values[DIFFERENT]
             count = values[SEEN] + examples.astype(_INTEGER)

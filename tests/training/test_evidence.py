@@ -441,16 +441,9 @@ def test_few_rows_shrink_by_the_evidence_from_the_seventh_epoch_on(options):
     assert found == [False] * 13 + [True] * 5
 
 
-@pytest.mark.parametrize("unlearned", [False, True])
 @pytest.mark.parametrize("error", [0.04, 0.12, 0.5])
-def test_few_rows_shrink_a_network_less_if_errors_are_small_or_not_learned(
-    error, unlearned, monkeypatch
-):
+def test_few_rows_shrink_a_network_less_if_errors_are_small(error):
     """The change of weights with and without a memory of the same rows in the step before."""
-    # What the step itself shows counts, not what the steps before have shown.
-    monkeypatch.setattr(
-        ShrinkageByEvidence, "compared", lambda _, known, step: known._replace(unlearned=unlearned)
-    )
     rng, values = np.random.default_rng(3), []
     x = rng.standard_normal((60, COLUMNS)).astype(np.float32)
     noise = rng.standard_normal((60, 1)).astype(np.float32)
@@ -462,7 +455,6 @@ def test_few_rows_shrink_a_network_less_if_errors_are_small_or_not_learned(
         before, state = engine.parameters["w"].copy(), optimizer.state()
         y = engine.predict(x)
         y += error * y.std() * noise
-        state.arrays["evidence"]["numbers"][3] = not unlearned
         earlier.step(x, y)
         examples = fresh if forgets else earlier.state().arrays["examples"]
         optimizer.restore(replace(state, arrays={**state.arrays, "examples": examples}))
@@ -471,7 +463,7 @@ def test_few_rows_shrink_a_network_less_if_errors_are_small_or_not_learned(
         values.append(engine.parameters["w"].copy())
     assert rate == pytest.approx(0.03 * min(10 * r, 1), rel=1e-4)
     # 19 and 0.75 by half of the rows; without the memory, the first of them is 0.
-    few = 19 * min(10 * r, 1) * min(r**2 / 0.015, 1) * (0.5 if unlearned else 1)
+    few = 19 * min(10 * r, 1) * min(r**2 / 0.015, 1)
     np.testing.assert_allclose(
         values[1] - values[0], rate * 0.05 * (few + 0.75) * before, rtol=1e-3, atol=1e-7
     )
