@@ -224,16 +224,17 @@ def test_errors_that_neighbours_predict_are_no_noise(case):
 def test_of_equal_rows_the_last_one_is_compared(last):
     """Several rows of each example, as in the latest 512 rows of a table that has fewer."""
     x, errors = (np.concatenate([*[a] * 7, a[:last]]) for a in (POINTS, NOISES))
-    errors[:-60] *= RNG.standard_normal((len(errors) - 60, 1))
+    errors[:-60] *= np.random.default_rng(7).standard_normal((len(errors) - 60, 1))
     found = left_by_neighbours(x, errors)
     assert found == pytest.approx(by_search(x[-60:], errors[-60:]))
     assert 1.1 <= found <= 1.6
 
 
 def test_targets_that_do_not_count_are_not_compared():
-    x = RNG.uniform(-1, 1, (300, 1))
-    errors = np.concatenate([np.sin(3 * x), RNG.standard_normal((300, 1))], axis=1)
-    counts = RNG.random((300, 1)) < 0.5
+    rng = np.random.default_rng(6)
+    x = rng.uniform(-1, 1, (300, 1))
+    errors = np.concatenate([np.sin(3 * x), rng.standard_normal((300, 1))], axis=1)
+    counts = rng.random((300, 1)) < 0.5
     of_rows = left_by_neighbours(x, errors * counts)
     assert of_rows == pytest.approx(left_by_neighbours(x[counts[:, 0]], errors[counts[:, 0]]))
     # Without the second feature, only the first one is left.
