@@ -127,13 +127,13 @@ class ShrinkageByEvidence:
     Unequal weights of targets multiply T by ``Residuals.unevenness``: the few rows with much weight
     have most of the noise.
 
-    For classes, T is 1 if at least 1,024 rows are different. Fewer rows have ``T = 1 − r²`` if
-    their classes overlap (``classes_overlap``), else 0, and the gradient is ``g + √r α W``. Weights
-    that have learned nothing then do not shrink. Where predictions become certain, g and h fall
-    with r, and α with √h: the term falls as fast as the gradient. Also, W in the formulas then has
-    the rows ``√aᵢ wᵢ`` in a layer that reads columns, and h are the eigenvalues for inputs ``xᵢ /
-    √aᵢ``, with the second moment aᵢ of column i (``FisherFactor.moments``): columns have units of
-    their own.
+    For classes, the gradient is ``g + √r α W``: where predictions become certain, g and h fall with
+    r, and α with √h, so that the term falls as fast as the gradient. Also, W in the formulas then
+    has the rows ``√aᵢ wᵢ`` in a layer that reads columns, and h are the eigenvalues for inputs ``xᵢ
+    / √aᵢ``, with the second moment aᵢ of column i (``FisherFactor.moments``): columns have units of
+    their own. T is 1 if at least 1,024 rows are different. Fewer rows have ``T = 1 − r²`` if their
+    classes overlap (``classes_overlap``), else 0: weights that have learned nothing then do not
+    shrink.
 
     With ``damps``, the relative damping ε of the block becomes ``ε + r λ / mean(h)`` with ::
 
@@ -209,16 +209,14 @@ class ShrinkageByEvidence:
     ) -> bool:
         """Return whether a step computes the precisions.
 
-        It does where the rows become known, or many: then the weights have no units any more.
-
         Args:
             evidence: The evidence of the steps so far.
             step: Their number.
             before: Their examples.
             seen: The same examples and those of the step.
         """
-        new = any(rule(seen) != rule(before) for rule in (self.knows, self._has_few_classes))
-        return (new or step >= evidence.due) and seen.share > 0
+        due = step >= evidence.due or self.knows(seen) != self.knows(before)
+        return due and seen.share > 0
 
     def compared(self, evidence: Evidence, step: int) -> Evidence:
         """Return the evidence after a comparison of the latest rows, of which none remains.
@@ -253,12 +251,12 @@ class ShrinkageByEvidence:
         of_all = seen.scarcity * noise
         of_average = noise / min(rows, seen.different) if self.damps else 0.0
         pairs: list[tuple[float, float]] = []
-        if few:
+        if self.classes:
             units = [_units(self.blocks[name], side) for name, side in self.inputs.items()]
             evidence = evidence._replace(units=tuple(map(float, np.concatenate(units))))
-        products = self._in_units(evidence, values) if few else values
+        products = self._in_units(evidence, values) if self.classes else values
         for number, (name, block) in enumerate(self.blocks.items()):
-            h = _eigenvalues(block, units[number] if few else None)
+            h = _eigenvalues(block, units[number] if self.classes else None)
             square = max(float(np.vdot(values[name], products[name])), _LEAST)
             precision, damping = (_precision(h, s / square) for s in (of_all, of_average))
             relative = damping / max(float(h.mean()), _LEAST)
@@ -272,15 +270,12 @@ class ShrinkageByEvidence:
         more = {block.params: evidence.residual * damping for block, damping in pairs}
         return RelativeDamping(value).with_more(more, examples)
 
-    def add_to(
-        self, gradients: Vector, evidence: Evidence, seen: SeenExamples, values: Vector
-    ) -> bool:
+    def add_to(self, gradients: Vector, evidence: Evidence, values: Vector) -> bool:
         """Add the terms to the gradients of the weights; return whether there are any."""
-        few = self._has_few_classes(seen)
         if not any(evidence.precisions):
             return False
-        part = sqrt(evidence.residual) if few else evidence.residual
-        products = self._in_units(evidence, values) if few else values
+        part = sqrt(evidence.residual) if self.classes else evidence.residual
+        products = self._in_units(evidence, values) if self.classes else values
         for name, precision in zip(self.blocks, evidence.precisions, strict=True):
             add_multiple(gradients[name], part * precision, products[name])
         return True

@@ -428,7 +428,7 @@ class KfacOptimizer(Optimizer):
         shrinks = (
             self._rule is self._given
             and bool(self._shrinkage.blocks)
-            and self._shrinkage.add_to(gradients, basis.evidence, basis.seen, values)
+            and self._shrinkage.add_to(gradients, basis.evidence, values)
         )
         for name, gradient in gradients.items() if self._l2 else ():
             add_multiple(gradient, self._l2, values[name])
