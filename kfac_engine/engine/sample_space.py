@@ -499,7 +499,11 @@ def _mixed(rng: np.random.Generator, count: int, each: int, share: int, local: s
     of_others = (numbers < local.start * each) | (numbers >= local.stop * each)
     numbers -= local.start * each
     numbers[of_others], signs[of_others] = 0, 0
-    return _Entries(numbers.reshape(size, sums).T, signs.reshape(size, sums).T, 0)
+    columns, values = numbers.reshape(size, sums).T, signs.reshape(size, sums).T
+    most = int(np.count_nonzero(values, axis=1).max(initial=1))  # of this process in a sum
+    order = np.argsort(values == 0, axis=1, kind="stable")[:, :most]
+    columns = np.take_along_axis(columns, order, axis=1)
+    return _Entries(columns, np.take_along_axis(values, order, axis=1), 0)
 
 
 def _drawn(rng: np.random.Generator, count: int, each: int, share: int, local: slice) -> _Entries:

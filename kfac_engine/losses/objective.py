@@ -234,16 +234,18 @@ class Residuals:
             observed, expected = observed + of_loss, expected + expected_of_loss
         return (observed / (expected + (expected == 0))) ** 0.5
 
-    def targets(self, examples: Any) -> Any:
-        """Return the number of targets of an example, at least 1; those that do not count are none.
+    def targets_of_example(self, examples: Any) -> Any:
+        """Return the number of targets that an example has in one loss, the largest, at least 1.
 
-        A target counts as its expected square, which is ``1 − 1 / classes`` for a class.
+        It is the sum of the expected squares of the targets that count, ``1 − 1 / classes`` for a
+        class, divided by the number of all examples.
         """
-        expected: Any = 0.0
+        largest: Any = 1.0
         for key, sums in self.sums.items():
             _, weight, number = self.weighted.get(key, (0.0, 1.0, 1.0))
-            expected = expected + sums[1] * (number / np.where(weight > 0, weight, 1.0))
-        return np.maximum(expected / examples, 1.0)
+            expected = sums[1] * (number / np.where(weight > 0, weight, 1.0))
+            largest = np.maximum(largest, expected / examples)
+        return largest
 
     def noise(self) -> Any:
         """Return the mean product of an error and the gradient, relative to that of the loss.

@@ -455,7 +455,7 @@ class KfacOptimizer(Optimizer):
             size = residuals.size()
             # A text is predicted when all of its characters are.
             if all(isinstance(term, _CLASSES) for term in self.engine.objective.terms):
-                size = size * residuals.targets(facts.examples)
+                size = size * residuals.targets_of_example(facts.examples)
             signal = np.minimum(size / _SMALL_RESIDUALS, 1.0)
         if rule is self._given:
             scale = scale * signal

@@ -84,8 +84,19 @@ def test_targets_of_an_example_are_those_that_count(kind):
     z, w = RNG.standard_normal((N, 7, D)), KINDS[kind](IDS)
     residuals = residuals_of(ke.Categorical(), *((z[i], ids[i], at(w, i)) for i in (HALF, ~HALF)))
     counted = sum((ids[i] >= 0).sum() for i in range(N) if w is None or w[i] > 0)
-    assert residuals.targets(N) == pytest.approx(counted * (1 - 1 / D) / N)
-    assert residuals.targets(1000 * N) == 1
+    assert residuals.targets_of_example(N) == pytest.approx(counted * (1 - 1 / D) / N)
+    assert residuals.targets_of_example(1000 * N) == 1
+
+
+def test_targets_of_several_losses_are_those_of_the_loss_with_most():
+    """Two texts an example, of five and three characters: a class counts 1 − 1/3."""
+    names = {"five": 5, "three": 3}
+    losses = [RegisteredLoss(k, ke.Categorical().on(k, targets=f"{k} targets")) for k in names]
+    objective, residuals = Objective(tuple(losses), "mean"), Residuals()
+    values = {k: RNG.standard_normal((N, length, D)) for k, length in names.items()}
+    values |= {f"{k} targets": RNG.integers(0, D, (N, n)) for k, n in names.items()}
+    objective.value_and_cotangents(values, 1.0, objective.observe(values), residuals)
+    assert residuals.targets_of_example(N) == pytest.approx(5 * (1 - 1 / D))
 
 
 @every_kind

@@ -48,7 +48,7 @@ class LoweringBuilder(NodeBuilder):
 # session, and longer for larger graphs.
 MOST_STEPS = 1024
 
-# In the name of a node that fails if a value, such as the number of steps, is another.
+# In the name of a node that fails if a value, such as the number of steps, is not the sample's.
 UNROLLED = "was unrolled for"
 
 # What to do about a Split that fails for another number of steps.

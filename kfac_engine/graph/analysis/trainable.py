@@ -82,9 +82,9 @@ _WEIGHT_ATTRIBUTES = frozenset(
 
 # Operators whose scalar operands are epsilons, temperatures or factors such as 0.5 in Gelu.
 _ARITHMETIC = frozenset({"Add", "Div", "Max", "Mean", "Min", "Mod", "Mul", "Sub", "Sum", "Where"})
-# Operators with which a single number in a sum is the bias of layers with one output.
+# Operators of layers: a single number that is added to their outputs is a bias.
 _LAYERS = frozenset({"Conv", "ConvTranspose", "Einsum", "Gemm", "MatMul"})
-
+# Sums whose addends may be the outputs of layers.
 _SUMS = frozenset({"Add", "Mean", "Sub", "Sum"})
 
 # Upper bound of the entries of an attention mask, which are -inf, the lowest float or -1e9. Trained
@@ -377,15 +377,25 @@ def _is_whole(graph: Graph, name: str) -> bool:
 
 
 def _has_layer(graph: Graph, total: Node) -> bool:
-    """Return whether an addend of a sum, which may be a sum itself, is the output of a layer."""
+    """Return whether an addend of a sum, which may be a sum itself, is the output of a layer.
+
+    In an inner sum, the layer must have a constant weight: in the distance of two activations, ``Σ
+    h² − h · g + ε``, the product is no layer.
+    """
     sums = [total]
     for node in sums:  # the loop appends to the list
         sources = (graph.source(name, RELAYS) for name in node.inputs)
         makers = [maker for name in sources if (maker := graph.producers.get(name))]
-        if any(maker.op in _LAYERS for maker in makers):
+        layers = (maker for maker in makers if maker.op in _LAYERS)
+        if any(node is total or _reads_constant(graph, layer) for layer in layers):
             return True
         sums += [m for m in makers if m.op in _SUMS and all(m is not other for other in sums)]
     return False
+
+
+def _reads_constant(graph: Graph, node: Node) -> bool:
+    """Return whether an operand is a constant, or a view of one."""
+    return any(graph.source(name, RELAYS) in graph.constants for name in node.inputs)
 
 
 def _is_float(array: Array) -> bool:

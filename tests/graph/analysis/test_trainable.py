@@ -72,6 +72,10 @@ EXCLUDED = {
     "temperature": ("y = Div (x, c)", {"c": [8.0]}, "single number"),
     "number_before_layer_result": ("p = MatMul (x, w)  y = Add (p, c)",
                                    {"c": 1.0, "w": np.ones((3, 1))}, "single number"),
+    "epsilon_of_a_distance": (
+        "h = MatMul (x, w)  g = Transpose (h)  p = MatMul (h, g)  q = MatMul (x, w)  r = Mul (q, q)"
+        "  s = Sub (r, p)  y = Add (s, c)",
+        {"c": [1e-6], "w": np.ones((3, 1))}, "single number"),
     "epsilon_behind_a_function_of_layers": (
         "p = MatMul (x, w)  q = Mul (p, p)  s = Add (q, q)  y = Add (s, c)",
         {"c": [1e-5], "w": np.ones((3, 1))}, "single number"),
