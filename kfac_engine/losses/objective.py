@@ -121,8 +121,8 @@ class Misfit(NamedTuple):
     """How far the predictions of a loss are from its targets, for each feature."""
 
     # Root of the mean square of the deviations of the errors from their mean, divided by that of
-    # the targets; each feature has means of its own. 0 for equal targets, and for probabilities. Of
-    # classes, twice the standard deviation of random logits that are as far off.
+    # the targets; each feature has means of its own. 0 for equal targets, and for probabilities.
+    # For classes, it is 2 σ, with the standard deviation σ of random logits that are as far off.
     spread: Any
     is_wide: Any  # whether the spread is far off
     # Whether the means or, without classes, the spread is; or the rates of probabilities or counts.
@@ -355,11 +355,11 @@ def _misfit_of_classes(sums: tuple[Any, ...]) -> Misfit:
 
     The mean product D of the gradient and the logits is the loss minus the entropy that the model
     predicts. If it exceeds twice the loss of equal rates, logits are far too large: of random ones
-    with the standard deviation ρ, D is ``ρ √(2 log C)`` for C classes. Each rate has half a target
+    with the standard deviation σ, D is ``σ √(2 log C)`` for C classes. Each rate has half a target
     in addition.
     """
     _, _, numbers, errors, targets = sums
-    count, along = numbers[0], numbers[1]
+    count, along = numbers[0], numbers[1]  # D is ``along`` divided by the sum of the weights
     weight, classes = targets.sum(), len(targets)
     weight = np.where(weight > 0, weight, 1)
     t, p = (
@@ -380,7 +380,7 @@ def _misfit_of_classes(sums: tuple[Any, ...]) -> Misfit:
     of_equal_rates, along = np.log(max(classes, 2)), along / weight
     is_wide = np.logical_and(count >= _FEWEST, along > _FAR * of_equal_rates)
     spread = 2 * along / (2 * of_equal_rates) ** 0.5
-    return Misfit(spread, is_wide, is_far, means, np.where(tells, log_t, 0.0))
+    return Misfit(spread, is_wide, is_far, means, log_t)
 
 
 def _log_rates(mean: Any, count: Any) -> tuple[Any, Any, Any]:

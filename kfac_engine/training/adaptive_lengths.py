@@ -250,7 +250,8 @@ class AdaptiveLengthUpdate(Update):
     repeats: Mapping[str, float] = field(default_factory=dict)
     # The predictions that a layer computes, by its weight or bias.
     predictions: Mapping[str, Prediction] = field(default_factory=dict)
-    # Names of the weights that a first step may divide: the matrices, and heads that Adam updates.
+    # Names of the parameters that a first step may divide: the matrices, heads that Adam updates,
+    # and biases of logits that do not have an entry for each feature, as those of convolutions.
     divisible: Collection[str] = ()
     # Biases of predicted means, which do not decay: the mean of the targets may be far from zero.
     intercepts: Collection[str] = ()
@@ -358,11 +359,10 @@ class AdaptiveLengthUpdate(Update):
                 continue
             whole = prediction.is_whole(self.divisible)
             if name in self.divisible and whole:
-                due = correction.replaces
+                due = correction.divides
             elif prediction.bias and np.shape(correction.shift) == step.parameters[name].shape:
-                due = correction.due
-                due = np.logical_or(due, correction.replaces) if whole else due
-            else:  # the bias of a convolution, or of a view with other features
+                due = np.logical_or(correction.due, correction.divides) if whole else correction.due
+            else:  # the bias of means of a convolution, or of a view with other features
                 continue
             corrections[name] = correction
             back = np.logical_or(back, due) if recorded else back or due
@@ -442,9 +442,9 @@ class AdaptiveLengthUpdate(Update):
         for name, correction in corrections.items():
             prediction = self.predictions[name]
             if prediction.bias:
-                replaced = prediction.is_whole(self.divisible) and correction.replaces
-                values[name] = prediction.bias.corrected(values[name], correction, replaced)
-            elif name not in self.units.weights:  # a head that Adam updates
+                whole = prediction.is_whole(self.divisible)
+                values[name] = prediction.bias.corrected(values[name], correction, whole=whole)
+            elif name not in self.units.weights:  # a head that Adam updates, or another bias
                 value = values[name]
                 values[name] = value * array_module(value).asarray(correction.weights, value.dtype)
         return values
@@ -988,6 +988,10 @@ def adaptive_lengths(
     terms = engine.objective.terms
     means = {t.mean for t in terms if isinstance(t, (NormalMeanNegativeLogProbLoss, OutlierLoss))}
     intercepts = {name for name, p in predictions.items() if p.bias and p.loss in means}
+    divided = {*units.weights, *(heads.keys() & predictions.keys())}
+    for name, p in predictions.items():
+        if name in parameters and not p.bias and p.loss not in means:
+            divided |= {name} - (p.weights or {name})
     numbers = joined_by_blocks(engine, units)
     span = AverageSpan(AVERAGE) if momentum is None and roots else None
     momentum = AVERAGE if momentum is None else momentum
@@ -1020,7 +1024,7 @@ def adaptive_lengths(
         adam_rate,
         weight_decay,
         predictions=predictions,
-        divisible={*units.weights, *(heads.keys() & predictions.keys())},
+        divisible=divided,
         intercepts=intercepts,
         factors=of_logits,
         numbers=few,

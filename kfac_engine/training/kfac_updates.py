@@ -23,14 +23,15 @@ class Correction(NamedTuple):
     is larger than twice the spread of the targets, or if the predictions are not whole, it is
     subtracted from the bias. For probabilities, the bias receives the difference between the logits
     of the mean target and of the mean prediction, where that matters; for classes and counts, that
-    between the logarithms. Weights that compute far too large logits of classes are divided, too.
+    between the logarithms. Far too large logits of classes are divided with their biases, unless
+    the rates of the classes are far off, too: then the biases become the logarithms of the rates.
     """
 
     weights: Any  # what weights are multiplied by
-    replaces: Any  # whether ``centre`` replaces biases
-    shift: Any  # what predictions receive in other cases, ``(features,)``
+    divides: Any  # whether weights change; ``centre`` replaces biases if ``due``, too
+    shift: Any  # what predictions receive in other cases, ``(features,)``; zeros unless ``due``
     centre: Any  # mean target of each feature, ``(features,)``
-    due: Any  # whether anything changes
+    due: Any  # whether the means or rates of predictions change
 
 
 class StepInputs(NamedTuple):

@@ -29,18 +29,29 @@ class Bias(NamedTuple):
     factor: Array  # c, one number or one for each feature; infinite if another bias is corrected
     offset: Array  # d, the sum of the constants
 
-    def corrected(self, value: Array, correction: Correction, replaced: Any) -> Array:
-        """Return the corrected bias: its value shifted, or another value if it is ``replaced``."""
+    def corrected(self, value: Array, correction: Correction, *, whole: bool) -> Array:
+        """Return the corrected bias.
+
+        If the predictions are not ``whole``, it shifts them. Otherwise, ``c b + d`` may be divided
+        as the weights are, or become the ``centre``.
+        """
         xp = array_module(value)
-        shift, centre, factor, offset = (
+        shift, centre, factor, offset, multiple = (
             xp.asarray(array, value.dtype)
-            for array in (correction.shift, correction.centre, self.factor, self.offset)
+            for array in (
+                correction.shift,
+                correction.centre,
+                self.factor,
+                self.offset,
+                correction.weights if whole else 1.0,
+            )
         )
+        moved: Array = multiple * value + ((multiple - 1) * offset + shift) / factor
+        replaced: Any = np.logical_and(correction.divides, correction.due) if whole else False
         if is_recorded(replaced):
-            chosen: Array = np.where(replaced, (centre - offset) / factor, value + shift / factor)
+            chosen: Array = np.where(replaced, (centre - offset) / factor, moved)
             return chosen
-        corrected: Array = (centre - offset) / factor if replaced else value + shift / factor
-        return corrected
+        return (centre - offset) / factor if replaced else moved
 
 
 class Prediction(NamedTuple):

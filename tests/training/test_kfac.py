@@ -575,9 +575,47 @@ def test_a_first_step_divides_far_too_large_logits(case, size, monkeypatch):
     excess = share @ (np.sum(p * np.log(p), axis=1) - np.log(p[np.arange(rows), y]))
     assert excess > 2 * np.log(classes)
     np.testing.assert_allclose(found["w"], w / (excess * np.sqrt(2 / np.log(classes))), rtol=1e-9)
-    count, rates = (weights > 0).sum(), np.bincount(y, share, classes)
-    logs = np.log((count * rates + 0.5) / (count + 0.5 * classes)) if classes <= 3 else 0.0
-    np.testing.assert_allclose(found["b"], np.broadcast_to(logs, classes), rtol=1e-9)
+    np.testing.assert_allclose(found["b"], b * (found["w"] / w)[0, 0], rtol=1e-9)
+
+
+# Nodes that add a constant d and a bias to the logits, shapes of inputs, weights, biases, d and
+# logits, their axis of classes, and whether d is divided, too.
+TRAINED_HEADS = {
+    "a dense layer": ("p = MatMul (x, w) q = Add (p, b) z = Add (q, d)", "n,6", (6, 5), (5,), -1),
+    "a convolution": ("q = Conv (x, w, b) z = Sub (q, d)", "n,6,2,2", (5, 6, 1, 1), (5,), 1),
+    "a shift of channels": (
+        "p = Conv (x, w) q = Add (p, b) z = Add (q, d)",
+        "n,6,2,2",
+        (5, 6, 1, 1),
+        (5, 1, 1),
+        1,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", TRAINED_HEADS)
+def test_a_first_step_keeps_the_classes_of_a_trained_head(case):
+    """Labels of which 15 % are wrong make the loss of confident predictions large."""
+    nodes, shape, of_weight, of_bias, axis = TRAINED_HEADS[case]
+    rng = np.random.default_rng(0)
+    w, b = 40 * rng.standard_normal(of_weight), 200 * rng.standard_normal(of_bias)
+    d = 100 * rng.standard_normal(5) if axis == -1 else np.full((), 3.0)
+    arrays = {name: array.astype("f4") for name, array in {"w": w, "b": b, "d": d}.items()}
+    of_logits = shape.replace("6", "5")
+    graph = f"m (float[{shape}] x) => (float[{of_logits}] z) {{ {nodes} }}"
+    engine = ke.Engine.from_onnx(
+        parsed(graph, arrays), loss="categorical", class_axis=axis, freeze=["d"], threads=1
+    )
+    x = rng.standard_normal([200, *map(int, shape.split(",")[1:])]).astype("f4")
+    classes = engine.predict({"x": x}).argmax(axis)
+    y = np.where(rng.random(classes.shape) < 0.15, rng.integers(0, 5, classes.shape), classes)
+    ke.KfacOptimizer(engine, weight_decay=0).step({"x": x}, y)
+    factor = (engine.parameters["w"] / w).flat[0]
+    assert factor < 0.5
+    np.testing.assert_allclose(engine.parameters["w"], factor * w, rtol=1e-5)
+    if axis == 1:
+        np.testing.assert_allclose(engine.parameters["b"], factor * b, rtol=1e-5)
+    np.testing.assert_array_equal(engine.predict({"x": x}).argmax(axis), classes)
 
 
 # Predictions whose features are not those of the layer, and the axis of the classes.
