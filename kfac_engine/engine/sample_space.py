@@ -191,7 +191,7 @@ class SampleSpace(CurvatureProducts):
         return total, rho
 
     def combine(self, u: Array, names: Sequence[str]) -> dict[str, Array]:
-        """Return ``Rᵀ u`` for some parameters by name, in new arrays."""
+        """Return the parts of ``Rᵀ u`` that belong to the parameters ``names``, in new arrays."""
         total: dict[str, Array] = {}
         parts = iter(zip(self._starts, self._starts[1:], self._shapes, strict=False))
 

@@ -235,10 +235,10 @@ class Residuals:
         return (observed / (expected + (expected == 0))) ** 0.5
 
     def targets_of_example(self, examples: Any) -> Any:
-        """Return the number of targets that an example has in one loss, the largest, at least 1.
+        """Return how many targets an example has in the loss with the most; at least 1.
 
-        It is the sum of the expected squares of the targets that count, ``1 − 1 / classes`` for a
-        class, divided by the number of all examples.
+        For each loss, it is the sum of the expected squares of the targets that count, ``1 − 1 /
+        classes`` for a class, divided by the number of all examples.
         """
         largest: Any = 1.0
         for key, sums in self.sums.items():
@@ -268,7 +268,7 @@ class Residuals:
         return self.unevenness() * observed / (expected + (expected == 0))
 
     def unevenness(self) -> Any:
-        """Return by how much unequal weights raise the mean square of the noise of a gradient.
+        """Return the factor by which unequal weights raise the squared noise of a gradient.
 
         It is ``(Σ w² g² / Σ w g²) · n / Σ w`` for the gradients g of the loss at its predictions, n
         of which have weights w above 0; for several losses, the mean. Equal weights have 1, as do

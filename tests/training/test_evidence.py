@@ -541,7 +541,7 @@ def test_few_rows_of_classes_are_fitted_and_their_noise_is_not(case, count, most
 
 
 def test_a_rare_class_with_much_weight_is_not_fitted():
-    """The held-out loss of 3 % of the rows with half of the weight; as 2,000 equal rows, 1.33."""
+    """3 % of the rows have half of the weight. As 2,000 equal rows, they end at a loss of 1.33."""
     rng = np.random.default_rng(0)
     x = rng.standard_normal((5000, 10)).astype(np.float32)
     logits = x[:, 0] * x[:, 1] + 1.5 * x[:, 2] - 5

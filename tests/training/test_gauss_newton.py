@@ -169,7 +169,7 @@ def mixing(rows, count):
 
 @pytest.mark.parametrize("outputs", [1, 2, 3])
 def test_random_rows_are_sums_of_rows_with_their_share(outputs):
-    """An example with more than two predictions has no known rows, so that some are drawn."""
+    """Sums have all rows with signs. For more than two predictions, rows of examples are drawn."""
     x, y = linear_data(800 // outputs, 6, noise=1.0, outputs=outputs)
     engine = ke.Engine.from_onnx(linear(6, outputs), loss="normal", threads=1)
     space = engine.passes.sample_space([({"x": x[:200]}, y[:200]), ({"x": x[200:]}, y[200:])])

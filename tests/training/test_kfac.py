@@ -552,7 +552,7 @@ LARGE_LOGITS = {
 @pytest.mark.parametrize("size", [None, 1 / 400])
 @pytest.mark.parametrize("case", LARGE_LOGITS)
 def test_a_first_step_divides_far_too_large_logits(case, size, monkeypatch):
-    """Closed form: the loss exceeds the entropy of the predictions by more than twice log C."""
+    """Closed form: the rule applies if the loss minus the predictions' entropy exceeds 2 log C."""
     monkeypatch.setattr("kfac_engine.training.weight_roles._MOST_CLASSES", 50)
     classes, rows, follows, more, divides = LARGE_LOGITS[case]
     rng = np.random.default_rng(0)
@@ -595,7 +595,7 @@ TRAINED_HEADS = {
 
 @pytest.mark.parametrize("case", TRAINED_HEADS)
 def test_a_first_step_keeps_the_classes_of_a_trained_head(case):
-    """Labels of which 15 % are wrong make the loss of confident predictions large."""
+    """The head is right and confident, but 15 % of the labels are wrong: its loss is large."""
     nodes, shape, of_weight, of_bias, axis = TRAINED_HEADS[case]
     rng = np.random.default_rng(0)
     w, b = 40 * rng.standard_normal(of_weight), 200 * rng.standard_normal(of_bias)
